@@ -1,0 +1,67 @@
+# Each target sets up .venv by itself, on a machine that has nothing but Python and make.
+#   make demo       train on real data, with a progress bar, validation, a TensorBoard log and a checkpoint
+#   make test       the tests that need no GPU and no patience      make test-all   those that take long as well
+#   make lint       ruff, and mypy over the sources                 make types      mypy against the installed wheel
+#   make bench      what a step costs beside the raw loop           make clean      remove all that these made
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+ROOMS  := trainer callbacks trackers inference strategies checkpoint data distributed recipes
+
+.PHONY: demo test test-all lint types links bench clean
+.SECONDARY:
+
+demo: $(VENV)/.installed-recipes
+	$(BIN)/loopwright fit recipes/digits/digits.yaml
+
+test: $(VENV)/.installed-dev
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-all: $(VENV)/.installed-dev
+	$(BIN)/pytest -m "not gpu"
+
+lint: $(VENV)/.installed-dev links
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p loopwright
+
+# As a user gets it: a wheel, unpacked beside nothing else, checked from a folder that holds no source.
+types: $(VENV)/.installed-dev
+	@set -e; root="$(CURDIR)"; python="$(abspath $(BIN))/python"; \
+	folder=$$(mktemp -d); trap 'rm -rf "$$folder" "$$root/build"' EXIT; rm -rf build; \
+	echo "Building a wheel and checking what it installs"; \
+	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir "$$folder" .; \
+	$(PIP) install --no-deps --target "$$folder/site" "$$folder"/*.whl; \
+	cp tests/style/consumer.py "$$folder"; cd "$$folder"; \
+	MYPYPATH=site "$$python" -m mypy --config-file "$$root/pyproject.toml" -p loopwright; \
+	PYTHONPATH=site "$$python" -m mypy --strict consumer.py
+
+bench: $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/overhead.py
+
+# mypy sees the rooms under their import names: .dev/loopwright/trainer -> ../../trainer, ...
+links:
+	@mkdir -p .dev/loopwright
+	@for room in $(ROOMS); do ln -sfn "../../$$room" ".dev/loopwright/$$room"; done
+	@for file in loopwright/*; do ln -sfn "../../$$file" ".dev/$$file"; done
+	@find .dev/loopwright -xtype l -delete
+
+# What each set of extras is for; a stamp says that .venv holds it in the versions of constraints.txt.
+EXTRAS_recipes := recipes
+EXTRAS_dev     := test,lint
+EXTRAS_bench   := recipes,bench
+
+$(VENV)/.installed-%: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Loopwright needs Python 3.11 or newer; name one: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
+	@$(BIN)/python -c "" 2>/dev/null || { echo "Creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "Installing loopwright[$(EXTRAS_$*)] into $(VENV), in the versions of constraints.txt (minutes, the first time)"
+	@$(PIP) install -c constraints.txt --upgrade pip
+	@$(PIP) install -c constraints.txt torch
+	@$(PIP) install -c constraints.txt -e '.[$(EXTRAS_$*)]'
+	@touch $@ $(VENV)/.installed-recipes  # each set holds what the recipes need
+
+clean:
+	rm -rf $(VENV) .dev build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

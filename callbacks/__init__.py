@@ -1,0 +1,1 @@
+"""Callbacks and the event bus."""

@@ -1,0 +1,97 @@
+"""The event bus: binds, when a run begins, only the methods that a callback overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from .callback import Callback, ControlFlow
+
+Event: TypeAlias = Callable[..., None]
+"""An event is named by its method: `Callback.on_step`."""
+Emit: TypeAlias = Callable[..., None]
+Handler: TypeAlias = Callable[..., Any]
+"""Called with the trainer, the task and the event's values."""
+
+EVENTS: dict[str, Event] = {name: method for name, method in vars(Callback).items() if name.startswith("on_")}
+"""Every event by the name of its method, in the order of firing."""
+
+CLEAN_UP: frozenset[Event] = frozenset({
+    Callback.on_batch_end, Callback.on_validation_end, Callback.on_test_end, Callback.on_predict_end,
+    Callback.on_epoch_end, Callback.on_fit_end, Callback.on_exception, Callback.on_teardown,
+})  # fmt: skip
+"""Events at which one callback's failure does not keep the others from being called."""
+
+
+def bind(
+    callbacks: Iterable[Callback], functions: Iterable[tuple[Event, Handler]], trainer: Any, task: Any
+) -> dict[Event, Emit | None]:
+    """For each event the function that calls its handlers in order, or None where nobody handles it.
+
+    The loop asks `if emit := events[Callback.on_step]: emit(outcome)`: an unhandled event costs one look-up.
+
+    Args:
+        callbacks: sorted.
+        functions: single functions with their event; they run after the callbacks.
+        trainer: passed to each handler first.
+        task: passed to each handler second.
+    """
+    handlers: dict[Event, list[Handler]] = {event: [] for event in EVENTS.values()}
+    for callback in callbacks:
+        for name, event in EVENTS.items():
+            if getattr(type(callback), name) is not event or name in vars(callback):
+                handlers[event].append(getattr(callback, name))
+    for event, function in functions:
+        handlers[event].append(function)
+    return {event: _emitter(event, found, trainer, task) if found else None for event, found in handlers.items()}
+
+
+def _emitter(event: Event, handlers: Sequence[Handler], trainer: Any, task: Any) -> Emit:
+    name = event.__name__
+
+    def emit(*values: Any) -> None:
+        handler = handlers[0]
+        try:
+            for handler in handlers:
+                handler(trainer, task, *values)
+        except ControlFlow:
+            raise
+        except BaseException as error:
+            _note(error, handler, name, trainer)
+            raise
+
+    def emit_to_all(*values: Any) -> None:
+        failure: BaseException | None = None
+        for handler in handlers:
+            try:
+                handler(trainer, task, *values)
+            except ControlFlow as steering:
+                failure = failure or steering
+            except BaseException as error:
+                _note(error, handler, name, trainer)
+                if failure is None or isinstance(failure, ControlFlow):
+                    failure = error
+                else:
+                    failure.add_note(f"{_owner(handler)}.{name} failed as well: {type(error).__name__}: {error}")
+        if failure is not None:
+            raise failure
+
+    return emit_to_all if event in CLEAN_UP else emit
+
+
+def _note(error: BaseException, handler: Handler, event: str, trainer: Any) -> None:
+    """Say on the error which callback raised it, where, and at which step."""
+    error.add_note(f"raised by {_owner(handler)} in {event}, at step {trainer.state.step}")
+
+
+def _owner(handler: Handler) -> str:
+    owner = getattr(handler, "__self__", None)
+    if owner is not None:
+        return type(owner).__name__
+    return str(getattr(handler, "label", getattr(handler, "__qualname__", handler)))
+
+
+def fire(events: Mapping[Event, Emit | None], event: Event, *values: Any) -> None:
+    """Fire an event outside the hot loop."""
+    if emit := events[event]:
+        emit(*values)

@@ -1,0 +1,238 @@
+"""`ModelCheckpoint`: the last and the best weights of a run, as safetensors files."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint.finite import find_nonfinite_weight
+from ..distributed.errors import ConfigError
+from .callback import Callback
+from .file_names import SUFFIX, FileName
+from .intervals import Interval, IntervalLike, Schedule
+from .kept_files import KeptFiles, SavedFile
+from .monitor import Mode, Monitor
+
+if TYPE_CHECKING:
+    from ..strategies.outcome import StepOutcome
+    from .view import TaskView, TrainerView
+
+
+class ModelCheckpoint(Callback):
+    """Keeps the last and the best weights of a run, each in a file that is whole or absent.
+
+    `last.safetensors` is written every so often, at the end of `fit`, and when an exception ends it after at least one
+    step. With a monitor, each new value of the metric that is among the `top_k` best is saved with the weights that
+    reached it: after the validation if validation logs the metric, else after the epoch. Of equal values the first
+    stays; NaN and infinities are never best. Without a monitor the newest `top_k` files are kept.
+
+    Weights that hold a NaN or an infinity are not written, with a warning, so that the good files stay. A file is
+    removed only after its successor is whole, and only if this run wrote it; where a file of another run has the name,
+    `-v2` is put behind it. A fast dev run writes nothing.
+
+    Args:
+        every: when `last` is due, and the newest files without a monitor; a bare number counts optimizer steps.
+        monitor: the metric that says which weights are best, such as `"val/loss"`.
+        mode: `"min"`: lower is better; `"max"`: higher is.
+        top_k: how many files of the best, or without a monitor of the newest, are kept; -1: all; 0: none.
+        last: whether `last.safetensors` is kept.
+        directory: where; by default `checkpoints` in the run's directory.
+        filename: a template such as `"{epoch}-{val/loss:.2f}"`; see `FileName`. By default `best`, or with several
+            files `"{step}"` and the metric.
+        save_on_exception: whether `last` is written when an exception ends the run.
+    Raises:
+        ConfigError: an argument can't be used, or nothing would ever be saved.
+    """
+
+    def __init__(
+        self,
+        every: IntervalLike = "1 epoch",
+        monitor: str | None = None,
+        mode: Mode = "min",
+        top_k: int = 1,
+        last: bool = True,
+        directory: str | Path | None = None,
+        *,
+        filename: str | None = None,
+        save_on_exception: bool = True,
+    ) -> None:
+        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < -1:
+            raise ConfigError(f"ModelCheckpoint(top_k={top_k!r}). Expected a number of files, -1 for all, or 0 for none.")
+        if not last and top_k == 0:
+            raise ConfigError("ModelCheckpoint(top_k=0, last=False) saves nothing. Keep one of them, or leave it out.")
+        self.interval = Interval.parse(every, unit="steps", option="ModelCheckpoint(every)")
+        self.top_k = top_k
+        self.last = last
+        self.directory = None if directory is None else Path(directory)
+        self.save_on_exception = save_on_exception
+        self._monitor = None if monitor is None else Monitor(monitor, mode, owner="ModelCheckpoint")
+        self.reads = () if monitor is None else (monitor,)
+        # Without a monitor, one unnamed newest file would be the same as `last`.
+        self._keeps_newest = monitor is None and (filename is not None or top_k != 1 or not last)
+        self._name = _file_name(filename, monitor, top_k)
+        self._is_active = False
+        self._is_restored = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._kept = KeptFiles(self.top_k, self._monitor)
+        self._written: set[Path] = set()
+        self._schedule: Schedule | None = None
+        self._has_stepped = False
+        self._last_step = 0
+        self.last_path: Path | None = None
+        """The newest `last` file, None before it is written."""
+
+    @property
+    def best_path(self) -> Path | None:
+        """The file of the best weights, None before there is a finite value and without a monitor."""
+        return None if self._kept.best is None else self._kept.best.path
+
+    @property
+    def best_score(self) -> float | None:
+        """The best value of the monitored metric, None as long as `best_path` is."""
+        return None if self._kept.best is None else self._kept.best.score
+
+    @property
+    def kept(self) -> tuple[SavedFile, ...]:
+        """The files that are kept, the best or newest first, without `last`."""
+        return tuple(self._kept.files)
+
+    def on_fit_start(self, trainer: TrainerView, task: TaskView) -> None:
+        if not self._is_restored:
+            self._begin()
+        self._is_restored = False
+        self._is_active = not trainer.is_fast_dev_run
+        self._schedule = Schedule(self.interval, trainer.state)
+        if self._monitor is not None:
+            self._monitor.start()
+
+    def on_step(self, trainer: TrainerView, task: TaskView, outcome: StepOutcome) -> None:
+        self._has_stepped = True
+
+    def on_batch_end(self, trainer: TrainerView, task: TaskView, outputs: Any) -> None:
+        if self._has_stepped:  # the counters of batches and samples are up to date only here
+            self._has_stepped = False
+            self._save_if_due(trainer)
+
+    def on_log(self, trainer: TrainerView, task: TaskView, metrics: dict[str, float], step: int) -> None:
+        if self._monitor is not None:
+            self._monitor.note(metrics, step)
+
+    def on_validation_end(self, trainer: TrainerView, task: TaskView, metrics: dict[str, float]) -> None:
+        if self._monitor is not None and self._is_active:
+            self._save_if_good(trainer, self._monitor.at_validation(trainer, metrics), metrics)
+
+    def on_epoch_end(self, trainer: TrainerView, task: TaskView, metrics: dict[str, float]) -> None:
+        if self._monitor is not None and self._is_active:
+            value = self._monitor.at_epoch_end(trainer, metrics)
+            self._save_if_good(trainer, value, self._monitor.recorded_now(trainer, metrics))
+        if trainer.error is None:
+            self._save_if_due(trainer)
+
+    def on_fit_end(self, trainer: TrainerView, task: TaskView) -> None:
+        if self._is_active and (self.save_on_exception or trainer.error is None):
+            if self.interval.last and trainer.error is None:
+                self._save_newest(trainer)
+            self._save_last(trainer)
+        self._is_active = False
+
+    def _save_if_due(self, trainer: TrainerView) -> None:
+        if self._is_active and self._schedule is not None and self._schedule.is_due(trainer.state):
+            self._save_newest(trainer)
+            self._save_last(trainer)
+
+    def _save_last(self, trainer: TrainerView) -> None:
+        step = trainer.state.step
+        if not self.last or step == self._last_step:  # also before the first step: there is nothing to keep yet
+            return
+        older = self.last_path
+        path = older if older is not None and self._is_ours(trainer, older) else self._free_path(trainer, "last" + SUFFIX)
+        if self._save(trainer, path):
+            self.last_path, self._last_step = path, step
+
+    def _save_newest(self, trainer: TrainerView) -> None:
+        is_new = not self._kept.files or self._kept.files[0].step != trainer.state.step
+        if self._keeps_newest and is_new and self._kept.accepts(None):
+            self._keep(trainer, None, {})
+
+    def _save_if_good(self, trainer: TrainerView, value: float | None, metrics: Mapping[str, float]) -> None:
+        if value is not None and self._kept.accepts(value):
+            self._keep(trainer, value, metrics)
+
+    def _keep(self, trainer: TrainerView, score: float | None, metrics: Mapping[str, float]) -> None:
+        name = self._name.format(trainer.state, metrics)
+        older = self._kept.files[0].path if self._name.is_fixed and self.top_k == 1 and self._kept.files else None
+        path = older if older is not None and self._is_ours(trainer, older) else self._free_path(trainer, name)
+        if not self._save(trainer, path):
+            return
+        for file in self._kept.add(SavedFile(path, trainer.state.step, score)):
+            self._remove(trainer, file.path)
+
+    def _save(self, trainer: TrainerView, path: Path) -> bool:
+        bad = find_nonfinite_weight(trainer.unwrapped_model())
+        if bad is not None:
+            warnings.warn(
+                f"ModelCheckpoint: {bad!r} is not finite at step {trainer.state.step}; nothing is written, and the files "
+                "of earlier steps stay. NaNGuard finds where this begins.",
+                stacklevel=2,
+            )
+            return False
+        trainer.save_model(path)
+        self._written.add(path)
+        return True
+
+    def _directory(self, trainer: TrainerView) -> Path:
+        return (self.directory or trainer.run_directory / "checkpoints").absolute()
+
+    def _is_ours(self, trainer: TrainerView, path: Path) -> bool:
+        """Whether this run wrote it to where it writes now; after a resume elsewhere the older folder is left alone."""
+        return path in self._written and path.parent == self._directory(trainer)
+
+    def _free_path(self, trainer: TrainerView, name: str) -> Path:
+        """A path that no file has, neither of this run nor of another."""
+        directory = self._directory(trainer)
+        stem = name.removesuffix(SUFFIX)
+        names = itertools.chain([name], (f"{stem}-v{number}{SUFFIX}" for number in itertools.count(2)))
+        path = next(directory / candidate for candidate in names if not (directory / candidate).exists())
+        if path.name != name and directory / name not in self._written:
+            warnings.warn(
+                f"ModelCheckpoint: {str(directory / name)!r} is of another run; this run writes {path.name!r} beside it.",
+                stacklevel=2,
+            )
+        return path
+
+    def _remove(self, trainer: TrainerView, path: Path) -> None:
+        if self._is_ours(trainer, path) and trainer.process.is_main_process:
+            path.unlink(missing_ok=True)
+            self._written.discard(path)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "kept": self._kept.state_dict(),
+            "written": sorted(str(path) for path in self._written),
+            "last_path": None if self.last_path is None else str(self.last_path),
+            "last_step": self._last_step,
+            "monitor": None if self._monitor is None else self._monitor.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._begin()
+        for file in self._kept.load_state_dict(state["kept"]):
+            warnings.warn(f"ModelCheckpoint: {str(file.path)!r} of step {file.step} is gone.", stacklevel=2)
+        self._written = {Path(path) for path in state["written"]}
+        self.last_path = None if state["last_path"] is None else Path(state["last_path"])
+        self._last_step = state["last_step"]
+        if self._monitor is not None and state["monitor"] is not None:
+            self._monitor.load_state_dict(state["monitor"])
+        self._is_restored = True
+
+
+def _file_name(template: str | None, monitor: str | None, top_k: int) -> FileName:
+    if template is None and monitor is not None and top_k != 1:
+        return FileName.of_metric(monitor)
+    template = template or ("{step}" if monitor is None else "best")
+    return FileName(template, metrics_allowed=monitor is not None, option="ModelCheckpoint(filename)")

@@ -1,0 +1,100 @@
+"""Plain functions as handlers of events, with filters: `trainer.on("step", function, every=100)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..distributed.errors import ConfigError, suggest
+from .bus import EVENTS, Event, Handler
+from .intervals import Interval, Schedule
+from .state import RunState
+
+# Events that count in the run's own counters, so that a filter means the same after a resume.
+_COUNTS: dict[str, Callable[[RunState], int]] = {
+    "on_step": lambda state: state.step,
+    "on_batch_start": lambda state: state.micro_step + 1,
+    "on_before_backward": lambda state: state.micro_step + 1,
+    "on_backward": lambda state: state.micro_step + 1,
+    "on_before_step": lambda state: state.step + 1,
+    "on_batch_end": lambda state: state.micro_step,
+    "on_epoch_start": lambda state: state.epoch + 1,
+    "on_epoch_end": lambda state: state.epoch + 1,
+}
+
+
+def find_event(name: str) -> Event:
+    """The event of a name, with or without `on_`.
+
+    Raises:
+        ConfigError: there is no such event; lists those there are.
+    """
+    full = name if name.startswith("on_") else f"on_{name}"
+    if full not in EVENTS:
+        raise ConfigError(f"event={name!r} is unknown. {suggest(full, EVENTS)}")
+    return EVENTS[full]
+
+
+@dataclass(slots=True)
+class FilteredFunction:
+    """A function that is called on some firings of one event.
+
+    `every`, `once`, `before` and `after` count from 1: optimizer steps at `step`, micro-batches at the events of a
+    batch, epochs at those of an epoch, and firings in this run at all others.
+    """
+
+    event: Event
+    function: Handler
+    every: int | str | None = None
+    """Each n-th time, or an interval such as `"0.25 epoch"`."""
+    once: int | bool | None = None
+    """The n-th time alone; True: the first."""
+    before: int | None = None
+    """Only while the count is below this."""
+    after: int | None = None
+    """Only while the count is above this."""
+    when: Callable[..., bool] | None = None
+    """A predicate over the event's own arguments."""
+    _fired: int = 0
+    _schedule: Schedule | None = None
+
+    def __post_init__(self) -> None:
+        for option in ("every", "once", "before", "after"):
+            value = getattr(self, option)
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise ConfigError(f"{option}={value} of trainer.on. Expected an integer >= 1; counts begin at 1.")
+        if isinstance(self.every, str):
+            interval = Interval.parse(self.every, unit="steps", option="every")
+            if interval.last:
+                raise ConfigError("every='last' of trainer.on can't be known in advance. Use the event 'fit_end'.")
+
+    @property
+    def label(self) -> str:
+        """What errors call this handler."""
+        return str(getattr(self.function, "__qualname__", self.function))
+
+    def reset(self, state: RunState) -> None:
+        """Begin a run."""
+        self._fired = 0
+        if isinstance(self.every, str):
+            self._schedule = Schedule(Interval.parse(self.every, unit="steps", option="every"), state)
+
+    def __call__(self, trainer: Any, task: Any, *values: Any) -> None:
+        self._fired += 1
+        state: RunState = trainer.state
+        count_of = _COUNTS.get(self.event.__name__)
+        count = self._fired if count_of is None else count_of(state)
+        if self._passes(count, state) and (self.when is None or self.when(trainer, task, *values)):
+            self.function(trainer, task, *values)
+
+    def _passes(self, count: int, state: RunState) -> bool:
+        if self.before is not None and count >= self.before:
+            return False
+        if self.after is not None and count <= self.after:
+            return False
+        if self.once is not None and self.once is not False and count != int(self.once):
+            return False
+        if self._schedule is not None:
+            return self._schedule.is_due(state)
+        return not isinstance(self.every, int) or count % self.every == 0

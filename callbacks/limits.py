@@ -1,0 +1,64 @@
+"""How long a run goes on."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ..distributed.errors import ConfigError
+from .intervals import Duration
+from .state import RunState
+
+DurationLike: TypeAlias = "int | float | str | datetime.timedelta"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The first of these that is reached ends the run."""
+
+    max_epochs: Duration | None = None
+    """Epochs; a fraction ends inside an epoch."""
+    max_steps: Duration | None = None
+    """Applied optimizer steps, or another unit: `"1M tokens"`, `"50000 samples"`, `"300 batches"`."""
+    max_time: Duration | None = None
+    """Wall-clock training time, over all legs of the run."""
+
+    @classmethod
+    def parse(
+        cls,
+        max_epochs: int | float | str | None = None,
+        max_steps: int | str | None = None,
+        max_time: float | str | datetime.timedelta | None = None,
+    ) -> Limits:
+        """Read the three arguments of `Trainer`.
+
+        Raises:
+            ConfigError: one can't be read, or has a unit that is not its own.
+        """
+
+        def read(option: str, value: DurationLike | None, unit: str, allowed: tuple[str, ...]) -> Duration | None:
+            if value is None:
+                return None
+            duration = Duration.parse(value, unit=unit, option=option)  # type: ignore[arg-type]
+            if duration.unit not in allowed:
+                raise ConfigError(f"{option}={value!r} counts {duration.unit}. Expected one of: {', '.join(allowed)}.")
+            return duration
+
+        return cls(
+            read("max_epochs", max_epochs, "epochs", ("epochs",)),
+            read("max_steps", max_steps, "steps", ("steps", "batches", "samples", "tokens")),
+            read("max_time", max_time, "seconds", ("seconds",)),
+        )
+
+    @property
+    def durations(self) -> tuple[Duration, ...]:
+        """Those that are set."""
+        return tuple(d for d in (self.max_epochs, self.max_steps, self.max_time) if d is not None)
+
+    def reached(self, state: RunState) -> Duration | None:
+        """The limit that the run has reached, None while it may go on. Asked at step boundaries."""
+        for duration in self.durations:
+            if duration.count(state) + 1e-9 >= duration.amount:
+                return duration
+        return None

@@ -1,0 +1,123 @@
+"""Progress as tqdm bars: one for the epoch, a second one below it for an evaluation inside."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TextIO
+
+from tqdm.std import tqdm
+
+from ..distributed.imports import is_installed
+from .progress_work import Work, format_number, read_numbers
+
+if TYPE_CHECKING:
+    from .state import RunState
+    from .view import TrainerView
+
+
+class _TextBar(tqdm):  # type: ignore[type-arg]
+    monitor_interval = 0  # no thread that redraws: a bar is drawn when there is something new
+
+
+def _bar_class(notebook: bool) -> type[tqdm[Any]]:
+    if notebook and is_installed("ipywidgets"):
+        from tqdm.notebook import tqdm as notebook_bar
+
+        return notebook_bar
+    return _TextBar
+
+
+class BarDisplay:
+    """Draws when it is asked to; the asking is limited elsewhere.
+
+    Args:
+        notebook: draw widgets, where `ipywidgets` is installed.
+        stream: where text bars go.
+        leave: keep a finished epoch's bar and begin a new one below it.
+    """
+
+    needs_every_batch = False
+
+    def __init__(self, *, notebook: bool, stream: TextIO, leave: bool) -> None:
+        self._class = _bar_class(notebook)
+        self._stream = stream
+        self._leave = leave
+        self._outer: tqdm[Any] | None = None
+        self._inner: tqdm[Any] | None = None
+        self._drawn: Work | None = None  # the work that the outer bar stands for
+        self._paused_seconds = 0.0  # of it, those which the bar's clock has left out already
+
+    def start(self, state: RunState) -> None:
+        """Nothing to prepare: the first drawing opens the bar."""
+
+    def show(self, work: Work, trainer: TrainerView) -> None:
+        """Draw the work's bar."""
+        if work.parent is not None:
+            self._show_nested(work, work.parent, trainer)
+        else:
+            self._show_outer(work, trainer)
+
+    def finish(self, work: Work, trainer: TrainerView) -> None:
+        """Take a nested bar away; keep an epoch's bar on the screen where that was asked for."""
+        if work.parent is not None:
+            _close(self._inner)
+            self._inner = None
+        elif self._leave:
+            self.end(work, trainer)
+
+    def end(self, work: Work, trainer: TrainerView) -> None:
+        """Draw the last state and leave it on the screen."""
+        self._show_outer(work, trainer)
+        _close(self._outer)
+        self._outer = None
+
+    def close(self) -> None:
+        """Close what an exception left open."""
+        _close(self._inner)
+        _close(self._outer)
+        self._inner = self._outer = None
+
+    def _show_outer(self, work: Work, trainer: TrainerView) -> None:
+        bar = self._outer_bar(work)
+        skipped = work.paused_seconds - self._paused_seconds
+        bar.start_t += skipped
+        bar.last_print_t += skipped
+        self._paused_seconds = work.paused_seconds
+        numbers = read_numbers(trainer.progress_metrics)
+        bar.set_postfix_str(", ".join(f"{name}={format_number(n)}" for name, n in numbers.items()), refresh=False)
+        bar.update(work.done - bar.n)
+
+    def _outer_bar(self, work: Work) -> tqdm[Any]:
+        if self._outer is None:
+            self._outer = self._open(work, position=0, leave=True)
+        elif self._drawn is not work:
+            _begin_again(self._outer, work)
+        else:
+            return self._outer
+        self._drawn, self._paused_seconds = work, work.paused_seconds
+        return self._outer
+
+    def _show_nested(self, work: Work, parent: Work, trainer: TrainerView) -> None:
+        if self._inner is None:
+            self._show_outer(parent, trainer)  # it stands still from here on
+            self._inner = self._open(work, position=1, leave=False)
+        self._inner.update(work.done - self._inner.n)
+
+    def _open(self, work: Work, *, position: int, leave: bool) -> tqdm[Any]:
+        # miniters=0 and mininterval=0: each `update` draws.
+        return self._class(
+            desc=work.title, total=work.total, initial=work.initial, position=position, leave=leave, file=self._stream,
+            unit="batch", dynamic_ncols=True, miniters=0, mininterval=0,
+        )  # fmt: skip
+
+
+def _begin_again(bar: tqdm[Any], work: Work) -> None:
+    bar.set_description_str(work.title, refresh=False)
+    bar.set_postfix_str("", refresh=False)
+    bar.total = work.total  # `reset` keeps the old one when it is given None
+    bar.reset(total=work.total)
+    bar.initial = bar.n = bar.last_print_n = work.initial
+
+
+def _close(bar: tqdm[Any] | None) -> None:
+    if bar is not None:
+        bar.close()

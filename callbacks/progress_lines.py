@@ -1,0 +1,81 @@
+"""Progress as plain lines, for logs and pipes: one at each point of an interval."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, TextIO
+
+from .intervals import Interval, Schedule
+from .progress_work import Work, format_number, format_seconds, read_numbers, seconds_left
+
+if TYPE_CHECKING:
+    from .state import RunState
+    from .view import TrainerView
+
+
+class LineDisplay:
+    """Writes a line where the interval is due, and at the end of a run.
+
+    Args:
+        every: when; what counts epochs is due after the epoch's validation.
+        gap_seconds: an epoch that ends sooner than this after the last line adds none.
+        stream: where lines go.
+    """
+
+    def __init__(self, *, every: Interval, gap_seconds: float, stream: TextIO) -> None:
+        # Times are kept here: those of the run's grid stand still outside of training.
+        self._period = min((d.amount for d in every.every if d.unit == "seconds"), default=math.inf)
+        self._counted = Interval(tuple(d for d in every.every if d.unit != "seconds"), first=every.first)
+        self._gap_seconds = gap_seconds
+        self._stream = stream
+        self._schedule: Schedule | None = None
+        self._last_time = time.monotonic()
+        self._is_behind = False  # an epoch ended without its line
+        self.needs_every_batch = not self._counted.is_never
+
+    def start(self, state: RunState) -> None:
+        """Lay the interval over the run's counters."""
+        self._schedule = Schedule(self._counted, state)
+        self._last_time = time.monotonic()
+
+    def show(self, work: Work, trainer: TrainerView) -> None:
+        """Write a line if one is due. An epoch's last batch waits for `finish`, which knows the validation's values."""
+        waits = work.is_epoch and work.done == work.total
+        if not waits and self._is_due(trainer.state):
+            self._write(work, trainer)
+
+    def finish(self, work: Work, trainer: TrainerView) -> None:
+        """An epoch's line, if one is due."""
+        if not work.is_epoch:
+            return
+        far_enough = time.monotonic() - self._last_time >= self._gap_seconds
+        if self._is_due(trainer.state) and far_enough:
+            self._write(work, trainer)
+        else:
+            self._is_behind = True
+
+    def end(self, work: Work, trainer: TrainerView) -> None:
+        """The last line, unless it was just written."""
+        if self._is_behind or work.has_moved:
+            self._write(work, trainer)
+        self._schedule = None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _is_due(self, state: RunState) -> bool:
+        by_count = self._schedule is not None and self._schedule.is_due(state)
+        return by_count or time.monotonic() - self._last_time >= self._period
+
+    def _write(self, work: Work, trainer: TrainerView) -> None:
+        parts = [work.title, f"batch {work.done}" + ("" if work.total is None else f"/{work.total}")]
+        if self._schedule is not None:
+            parts.append(f"step {trainer.state.step}")
+        if (pace := work.lap()) is not None:
+            parts.append(f"{format_number(pace)} batches/s")
+        if self._schedule is not None and (left := seconds_left(trainer)) is not None:
+            parts.append(f"left {format_seconds(left)}")
+        parts += [f"{name} {format_number(n)}" for name, n in read_numbers(trainer.progress_metrics).items()]
+        print("  ".join(parts), file=self._stream, flush=True)
+        self._last_time, self._is_behind = time.monotonic(), False

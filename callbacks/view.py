@@ -1,0 +1,116 @@
+"""What a callback may read and call on the Trainer and the Task: said here, kept by `trainer/`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from ..distributed.process import ProcessState
+    from .callback import Callback
+    from .limits import Limits
+    from .state import RunState
+
+
+class TaskView(Protocol):
+    """The task, as callbacks see it: a module that can log."""
+
+    training: bool
+
+    def log(self, name: str, value: Any, **options: Any) -> None: ...
+
+    def parameters(self, recurse: bool = True) -> Any: ...
+
+    def named_parameters(self) -> Any: ...
+
+    def named_modules(self) -> Any: ...
+
+    def modules(self) -> Any: ...
+
+    def children(self) -> Any: ...
+
+
+class TrainerView(Protocol):
+    """The trainer, as callbacks see it. Attributes are for reading."""
+
+    state: RunState
+    """The counters of the run."""
+    metrics: dict[str, float]
+    """The newest value of each metric, by name, as plain numbers."""
+    error: BaseException | None
+    """The exception that is ending the run, None while all is well."""
+    stop_reason: str | None
+    """Why the run was asked to end, None while it was not."""
+
+    @property
+    def callbacks(self) -> Sequence[Callback]:
+        """All callbacks in the order in which they run."""
+        ...
+
+    @property
+    def process(self) -> ProcessState:
+        """The process this runs in: `is_main_process`, `device`, `num_processes`, ..."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def model(self) -> nn.Module:
+        """The task as the strategy wrapped it."""
+        ...
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The torch optimizers of the task, in the order of `configure_optimizers`."""
+        ...
+
+    @property
+    def schedulers(self) -> Sequence[LRScheduler]: ...
+
+    @property
+    def limits(self) -> Limits:
+        """How long the run goes on."""
+        ...
+
+    @property
+    def run_directory(self) -> Path:
+        """Where this run's files go. It may not exist yet: who writes creates it."""
+        ...
+
+    @property
+    def is_fast_dev_run(self) -> bool: ...
+
+    @property
+    def num_validation_batches(self) -> int | None:
+        """Batches of one validation, None without validation or where a loader has no length."""
+        ...
+
+    @property
+    def window_size(self) -> int:
+        """Micro-batches per optimizer step."""
+        ...
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        """As `task.log`; for callbacks."""
+        ...
+
+    def stop(self, reason: str) -> None:
+        """Ask for an orderly end at the next step boundary."""
+        ...
+
+    def save_model(self, path: str | Path) -> Path:
+        """Write the model's weights as safetensors, whole or not at all. Collective."""
+        ...
+
+    def unwrapped_model(self) -> nn.Module:
+        """The task without what strategy and compiler put around it."""
+        ...
+
+    on: Callable[..., Any]

@@ -1,0 +1,43 @@
+"""The names of a module's entries without what wrappers put into them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from torch import nn
+
+
+def plain_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Each name of a state dict without the parts that wrappers add, by the name as the module has it.
+
+    `torch.compile` puts `_orig_mod.` into names and the data-parallel wrappers `module.`, at the top or inside. Only
+    what a wrapper really adds is taken out: a parameter called `_orig_mod_x` and a child called `module` keep theirs.
+    """
+    inside = {
+        f"{path}.{attribute}" if path else attribute
+        for path, part in module.named_modules(remove_duplicate=False)
+        if (attribute := _wrapped_attribute(part))
+    }
+    return {name: _without(name, inside) for name in names}
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside the wrappers around it; those further inside stay."""
+    while attribute := _wrapped_attribute(module):
+        module = getattr(module, attribute)
+    return module
+
+
+def _without(name: str, inside: set[str]) -> str:
+    parts = name.split(".")
+    return ".".join(part for index, part in enumerate(parts) if ".".join(parts[: index + 1]) not in inside)
+
+
+def _wrapped_attribute(module: nn.Module) -> str | None:
+    """The attribute that holds the wrapped module, None if the module is no wrapper."""
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        return "module"
+    # Imported only once something was compiled, and it takes a second.
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return "_orig_mod" if compiler is not None and isinstance(module, compiler.OptimizedModule) else None

@@ -1,0 +1,1 @@
+"""Loaders: wrapping, combining, windows, moving batches."""

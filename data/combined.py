@@ -1,0 +1,83 @@
+"""`CombinedLoader`: several loaders read as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+from ..distributed.errors import ConfigError, DataError, suggest
+from .loader import loader_length
+
+Mode: TypeAlias = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
+
+_END = object()
+
+
+class CombinedLoader:
+    """Several loaders read as one.
+
+    Args:
+        loaders: by name, or in order.
+        mode: `"min_size"` ends with the shortest; `"max_size_cycle"` ends with the longest and begins the others anew;
+            `"max_size"` ends with the longest and gives None for those that have ended; `"sequential"` gives the
+            batches of one loader after those of another.
+    Raises:
+        ConfigError: no loader, or an unknown mode.
+
+    Each item is a mapping by name or a list in order, of one batch per loader; in `"sequential"` mode it is one batch.
+    """
+
+    def __init__(self, loaders: Mapping[str, Iterable[Any]] | Sequence[Iterable[Any]], mode: Mode = "min_size") -> None:
+        if mode not in get_args(Mode):
+            raise ConfigError(f"CombinedLoader(mode={mode!r}) is unknown. {suggest(mode, get_args(Mode))}")
+        if not loaders:
+            raise ConfigError("CombinedLoader has no loader. Pass at least one.")
+        self.mode = mode
+        self._names = list(loaders) if isinstance(loaders, Mapping) else None
+        self.loaders: list[Iterable[Any]] = list(loaders.values()) if isinstance(loaders, Mapping) else list(loaders)
+
+    def __len__(self) -> int:
+        """Items in a pass. Raises TypeError where a loader that decides it has no length."""
+        lengths = [loader_length(loader) for loader in self.loaders]
+        known = [length for length in lengths if length is not None]
+        if self.mode == "min_size" and known:
+            return min(known)  # a loader without length may still be shorter; the pass tells
+        if len(known) < len(lengths):
+            raise TypeError("a loader of this CombinedLoader has no length")
+        return sum(known) if self.mode == "sequential" else max(known)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell each loader, its sampler and its dataset, where they listen, which epoch begins."""
+        for loader in self.loaders:
+            for listener in (loader, getattr(loader, "sampler", None), getattr(loader, "dataset", None)):
+                if callable(tell := getattr(listener, "set_epoch", None)):
+                    tell(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.mode == "sequential":
+            for loader in self.loaders:
+                yield from loader
+            return
+        iterators = [iter(loader) for loader in self.loaders]
+        ended = [False] * len(iterators)
+        while True:
+            batches = [self._next(index, iterators, ended) for index in range(len(iterators))]
+            if all(ended) or (self.mode == "min_size" and any(ended)):
+                return
+            yield batches if self._names is None else dict(zip(self._names, batches, strict=True))
+
+    def _next(self, index: int, iterators: list[Iterator[Any]], ended: list[bool]) -> Any:
+        batch = next(iterators[index], _END)
+        if batch is not _END:
+            return batch
+        ended[index] = True
+        if self.mode != "max_size_cycle" or all(ended):
+            return None
+        iterators[index] = iter(self.loaders[index])
+        again = next(iterators[index], _END)
+        if again is _END:
+            raise DataError(
+                f"loader {index if self._names is None else self._names[index]!r} of a CombinedLoader gives no batch when "
+                "it is begun again. Use mode='max_size' or 'min_size', or a loader that can be iterated more than once."
+            )
+        return again

@@ -1,0 +1,119 @@
+"""Windows: the micro-batches of one optimizer step, fetched before the first of them is used."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from ..distributed.errors import DataError
+from .loader import PreparedLoader
+
+Remainder: TypeAlias = Literal["flush", "carry", "drop"]
+
+_END = object()
+
+
+@dataclass(slots=True)
+class Window:
+    """The micro-batches of one optimizer step, or the part of them that one epoch holds."""
+
+    batches: list[Any]
+    """On the host, in order; at least one."""
+    size: int
+    """What each mean loss of the window is divided by: its micro-batches, or those planned for one left open."""
+    closes: bool
+    """Whether the optimizer steps after the last of these batches."""
+    is_last: bool
+    """Whether the epoch ends with these batches."""
+
+
+class WindowReader:
+    """Cuts one pass of a loader into windows.
+
+    Args:
+        loader: what to read.
+        size: micro-batches in a full window.
+        remainder: what becomes of a short window at the end: `"flush"` makes it a window of its own, `"carry"` leaves
+            it open for the next pass, `"drop"` leaves its batches out.
+        carried: micro-batches that an open window holds from the pass before.
+        limit: batches after which the pass ends, None: all.
+    """
+
+    def __init__(
+        self,
+        loader: PreparedLoader,
+        size: int,
+        *,
+        remainder: Remainder = "flush",
+        carried: int = 0,
+        limit: int | None = None,
+    ) -> None:
+        self._loader = loader
+        self._size = size
+        self._remainder = remainder
+        self._limit = limit
+        self._ahead: deque[Any] = deque()
+        self._ended = False
+        self.carried = carried
+        """Micro-batches in the window that this pass leaves open."""
+        self.num_fetched = 0
+        """Batches fetched so far."""
+        self.wait_seconds = 0.0
+        """Time spent waiting for the loader."""
+
+    def __iter__(self) -> Iterator[Window]:
+        iterator = self._loader.raw_iterator()
+        ahead, size = self._ahead, self._size
+        drops = self._remainder == "drop"
+        # One batch beyond the window tells whether it is the last one; a rest that is dropped must be seen whole.
+        beyond = size if drops else 1
+        while True:
+            wanted = size - self.carried
+            if len(ahead) < wanted + beyond and not self._ended:
+                self._fetch(iterator, wanted + beyond)
+            if not ahead or (drops and len(ahead) < wanted):
+                break
+            batches = [ahead.popleft() for _ in range(min(wanted, len(ahead)))] if wanted > 1 else [ahead.popleft()]
+            is_last = not ahead or (drops and len(ahead) < size)
+            is_short = len(batches) < wanted
+            if is_short and self._remainder == "carry":
+                self.carried += len(batches)
+                yield Window(batches, size, False, is_last)
+            else:
+                # A window that was left open keeps the size that its first losses were divided by.
+                divisor = size if self.carried else len(batches)
+                self.carried = 0
+                yield Window(batches, divisor, True, is_last)
+        self._check_length()
+
+    def _fetch(self, iterator: Iterator[Any], count: int) -> None:
+        """Have `count` batches ahead, or the end. Only `next` here takes a StopIteration as the end of the data."""
+        began = time.perf_counter()
+        while len(self._ahead) < count:
+            batch = _END if self.num_fetched == self._limit else next(iterator, _END)
+            if batch is _END:
+                self._ended = True
+                break
+            self.num_fetched += 1
+            self._ahead.append(batch)
+        self.wait_seconds += time.perf_counter() - began
+
+    def _check_length(self) -> None:
+        """A map-style dataset that raises StopIteration would end the epoch in silence.
+
+        Raises:
+            DataError: the loader ended before its length; says where.
+        """
+        loader = self._loader.loader
+        expected = self._loader.length
+        if self._limit is not None and expected is not None:
+            expected = min(expected, self._limit)
+        is_exact = hasattr(getattr(loader, "dataset", None), "__getitem__") and getattr(loader, "sampler", None) is not None
+        if is_exact and expected is not None and self.num_fetched < expected:
+            raise DataError(
+                f"the loader ended after {self.num_fetched} of its {expected} batches. Its dataset or collate function "
+                f"raised StopIteration at batch {self.num_fetched}, or a sampler gave fewer indices than its length says."
+            )

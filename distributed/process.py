@@ -1,0 +1,127 @@
+"""The process that this code runs in, and its place among others."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from .devices import choose_device
+from .errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ProcessState:
+    """This process: its device and its place in the world. One object per run, no singleton.
+
+    Args:
+        cpu: stay on the CPU although there is an accelerator.
+    Raises:
+        ConfigError: several processes were started, which this version can't join.
+    """
+
+    def __init__(self, cpu: bool = False) -> None:
+        world = int(os.environ.get("WORLD_SIZE", "1") or 1)
+        if world > 1:
+            raise ConfigError(
+                f"WORLD_SIZE={world}: this version trains in one process. Start the script without a launcher, "
+                "or unset WORLD_SIZE."
+            )
+        self.num_processes = 1
+        self.process_index = 0
+        self.local_process_index = 0
+        self.device: torch.device = choose_device(cpu=cpu)
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the process of index 0."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the process of index 0 on its machine."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the process of the highest index."""
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are other processes."""
+        return self.num_processes > 1
+
+    def wait_for_everyone(self) -> None:
+        """Return when every process has arrived here. Collective."""
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Let the main process run the body before the others do. Collective."""
+        yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Let each machine's main process run the body before its others do. Collective."""
+        yield
+
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorate a function to run on the main process alone; elsewhere it returns None."""
+        return self._only_if(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorate a function to run on each machine's main process alone; elsewhere it returns None."""
+        return self._only_if(lambda: self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorate a function to run on the last process alone; elsewhere it returns None."""
+        return self._only_if(lambda: self.is_last_process, function)
+
+    def on_process(
+        self, function: Callable[P, R] | None = None, process_index: int | None = None
+    ) -> Callable[P, R | None] | Callable[[Callable[P, R]], Callable[P, R | None]]:
+        """Decorate a function to run on the process of that index alone; elsewhere it returns None.
+
+        Raises:
+            ConfigError: no index was given.
+        """
+        if process_index is None:
+            raise ConfigError("on_process needs process_index=, the index of the process that runs the function.")
+        if function is None:
+            return lambda decorated: self._only_if(lambda: self.process_index == process_index, decorated)
+        return self._only_if(lambda: self.process_index == process_index, function)
+
+    def on_local_process(
+        self, function: Callable[P, R] | None = None, local_process_index: int | None = None
+    ) -> Callable[P, R | None] | Callable[[Callable[P, R]], Callable[P, R | None]]:
+        """As `on_process`, by the index on the machine.
+
+        Raises:
+            ConfigError: no index was given.
+        """
+        if local_process_index is None:
+            raise ConfigError("on_local_process needs local_process_index=, the index on the machine.")
+        if function is None:
+            return lambda decorated: self._only_if(lambda: self.local_process_index == local_process_index, decorated)
+        return self._only_if(lambda: self.local_process_index == local_process_index, function)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on each machine's main process alone."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+    def _only_if(self, condition: Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:
+        @functools.wraps(function)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            # One process runs everything, as a script does without a launcher.
+            if not self.use_distributed or condition():
+                return function(*args, **kwargs)
+            return None
+
+        return guarded

@@ -1,0 +1,178 @@
+"""Loopwright: a training framework for PyTorch that is exact, fast, and easy to read.
+
+Every public name is listed in `__all__` and loads when it is first used, so that `import loopwright` costs next to
+nothing and imports neither torch nor an optional package.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Accelerator",
+    "CSVTracker",
+    "Callback",
+    "CheckpointError",
+    "CombinedLoader",
+    "ConfigError",
+    "DataError",
+    "DataLoaderConfiguration",
+    "Duration",
+    "EarlyStopping",
+    "EndEpoch",
+    "GarbageCollection",
+    "GradientAccumulationPlugin",
+    "GradientMonitor",
+    "GradientState",
+    "Interval",
+    "JSONLTracker",
+    "LearningRateMonitor",
+    "LoopwrightError",
+    "MLflowTracker",
+    "MetricError",
+    "MissingDependencyError",
+    "ModelCheckpoint",
+    "ModelSummary",
+    "NaNGuard",
+    "NonFiniteError",
+    "Plan",
+    "ProcessState",
+    "ProgressBar",
+    "ProjectConfiguration",
+    "RunState",
+    "SingleDeviceStrategy",
+    "SkipBatch",
+    "StepOutcome",
+    "StopRun",
+    "Strategy",
+    "Task",
+    "TaskError",
+    "TensorBoardTracker",
+    "ThroughputMonitor",
+    "Timer",
+    "Tracker",
+    "TrackerError",
+    "Trainer",
+    "WandbTracker",
+    "register_strategy",
+    "set_seed",
+]
+
+# Where each name is defined. The block for type checkers below says the same; a test compares them.
+_NAMES_OF_MODULE = {
+    "callbacks.callback": ("Callback", "EndEpoch", "SkipBatch", "StopRun"),
+    "callbacks.checkpoint": ("ModelCheckpoint",),
+    "callbacks.early_stopping": ("EarlyStopping",),
+    "callbacks.garbage": ("GarbageCollection",),
+    "callbacks.gradients": ("GradientMonitor",),
+    "callbacks.intervals": ("Duration", "Interval"),
+    "callbacks.learning_rate": ("LearningRateMonitor",),
+    "callbacks.nan_guard": ("NaNGuard",),
+    "callbacks.progress": ("ProgressBar",),
+    "callbacks.state": ("RunState",),
+    "callbacks.summary": ("ModelSummary",),
+    "callbacks.throughput": ("ThroughputMonitor",),
+    "callbacks.timer": ("Timer",),
+    "data.combined": ("CombinedLoader",),
+    "data.configuration": ("DataLoaderConfiguration",),
+    "distributed.errors": (
+        "CheckpointError",
+        "ConfigError",
+        "DataError",
+        "LoopwrightError",
+        "MetricError",
+        "MissingDependencyError",
+        "NonFiniteError",
+        "TaskError",
+        "TrackerError",
+    ),
+    "distributed.process": ("ProcessState",),
+    "distributed.random": ("set_seed",),
+    "strategies.gradient_state": ("GradientAccumulationPlugin", "GradientState"),
+    "strategies.outcome": ("StepOutcome",),
+    "strategies.registry": ("register_strategy",),
+    "strategies.single": ("SingleDeviceStrategy",),
+    "strategies.strategy": ("Strategy",),
+    "trackers.csv": ("CSVTracker",),
+    "trackers.jsonl": ("JSONLTracker",),
+    "trackers.mlflow": ("MLflowTracker",),
+    "trackers.tensorboard": ("TensorBoardTracker",),
+    "trackers.tracker": ("Tracker",),
+    "trackers.wandb": ("WandbTracker",),
+    "trainer.accelerator": ("Accelerator",),
+    "trainer.plan": ("Plan",),
+    "trainer.project": ("ProjectConfiguration",),
+    "trainer.task": ("Task",),
+    "trainer.trainer": ("Trainer",),
+}
+_MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}
+
+if TYPE_CHECKING:
+    from .callbacks.callback import Callback, EndEpoch, SkipBatch, StopRun
+    from .callbacks.checkpoint import ModelCheckpoint
+    from .callbacks.early_stopping import EarlyStopping
+    from .callbacks.garbage import GarbageCollection
+    from .callbacks.gradients import GradientMonitor
+    from .callbacks.intervals import Duration, Interval
+    from .callbacks.learning_rate import LearningRateMonitor
+    from .callbacks.nan_guard import NaNGuard
+    from .callbacks.progress import ProgressBar
+    from .callbacks.state import RunState
+    from .callbacks.summary import ModelSummary
+    from .callbacks.throughput import ThroughputMonitor
+    from .callbacks.timer import Timer
+    from .data.combined import CombinedLoader
+    from .data.configuration import DataLoaderConfiguration
+    from .distributed.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        LoopwrightError,
+        MetricError,
+        MissingDependencyError,
+        NonFiniteError,
+        TaskError,
+        TrackerError,
+    )
+    from .distributed.process import ProcessState
+    from .distributed.random import set_seed
+    from .strategies.gradient_state import GradientAccumulationPlugin, GradientState
+    from .strategies.outcome import StepOutcome
+    from .strategies.registry import register_strategy
+    from .strategies.single import SingleDeviceStrategy
+    from .strategies.strategy import Strategy
+    from .trackers.csv import CSVTracker
+    from .trackers.jsonl import JSONLTracker
+    from .trackers.mlflow import MLflowTracker
+    from .trackers.tensorboard import TensorBoardTracker
+    from .trackers.tracker import Tracker
+    from .trackers.wandb import WandbTracker
+    from .trainer.accelerator import Accelerator
+    from .trainer.plan import Plan
+    from .trainer.project import ProjectConfiguration
+    from .trainer.task import Task
+    from .trainer.trainer import Trainer
+else:
+    # Type checkers don't see this function: to them it would make every misspelt name a known one.
+    def __getattr__(name: str) -> object:
+        module = _MODULE_OF_NAME.get(name)
+        if module is None:
+            raise AttributeError(_unknown_name(name))
+        value = getattr(importlib.import_module(f".{module}", __name__), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _unknown_name(name: str) -> str:
+    import difflib  # here: only a misspelt name pays for it
+
+    near = difflib.get_close_matches(name, __all__, n=1)
+    hint = f"Did you mean {near[0]!r}?" if near else "dir(loopwright) lists the public names."
+    return f"module {__name__!r} has no attribute {name!r}. {hint}"

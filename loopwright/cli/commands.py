@@ -1,0 +1,123 @@
+"""The commands that run a YAML file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from jsonargparse import ArgumentError, ArgumentParser
+
+from ..checkpoint.weights import load_weights
+from ..distributed.errors import ConfigError
+from ..trainer.task import Task
+from .classes import full_class_path, python_path
+from .config import RunConfig, Settings, add_trainer
+from .loaders import loader_of
+from .predictions import count_rows, write_predictions
+from .request import read_request
+
+Options = Mapping[str, str]
+
+
+def run_config_command(command: str, arguments: Sequence[str]) -> int:
+    """Run `fit`, `validate`, `test`, `predict` or `plan` and return 0.
+
+    Raises:
+        ConfigError: the arguments, the file or its values can't be used.
+    """
+    request = read_request(command, arguments)
+    if request.file is None:
+        return _without_file(command, is_help="help" in request.switches)
+    settings = Settings.read(request.file, request.flags, os.environ)
+    with python_path(settings.folders):
+        config = RunConfig(settings, prog=f"loopwright {command} FILE.yaml")
+        if "help" in request.switches:
+            config.parser.print_help()
+            return 0
+        if request.class_help is not None:
+            return _print_class_help(config, *request.class_help)
+        config.parse()
+        if "print_config" in request.switches:
+            print(config.to_yaml(), end="")
+        else:
+            _COMMANDS[command](config, request.options)
+    return 0
+
+
+def _print_class_help(config: RunConfig, key: str, class_path: str) -> int:
+    """Let jsonargparse print the arguments of a class that can stand at a key."""
+    try:
+        config.parser.parse_args([f"--{key}={full_class_path(class_path)}"])
+    except ArgumentError as error:
+        raise ConfigError(f"--{key}: {error}") from error
+    except SystemExit:
+        return 0
+    raise ConfigError(f"--{key}: there is no class at this key. --help lists the keys with one.")
+
+
+def _without_file(command: str, *, is_help: bool) -> int:
+    if not is_help:
+        raise ConfigError(f"no file is given. Expected: loopwright {command} FILE.yaml [--key value ...].")
+    parser = ArgumentParser(
+        usage=f"loopwright {command} FILE.yaml [--key value ...]",
+        description="With a file, this help lists the arguments of its task and its data as well.",
+    )
+    add_trainer(parser)
+    parser.print_help()
+    return 0
+
+
+def _fit(config: RunConfig, options: Options) -> None:
+    task, data, trainer = config.build()
+    train = loader_of(data, "train")
+    val = loader_of(data, "val", is_required=False)
+    trainer.fit(task, train, val, resume_from=config.resume_from)
+
+
+def _plan(config: RunConfig, options: Options) -> None:
+    task, data, trainer = config.build()
+    print(trainer.plan(task, loader_of(data, "train"), loader_of(data, "val", is_required=False)))
+
+
+def _validate(config: RunConfig, options: Options) -> None:
+    task, data, trainer = config.build()
+    _load(task, options)
+    _print_metrics(trainer.validate(task, loader_of(data, "val")))
+
+
+def _test(config: RunConfig, options: Options) -> None:
+    task, data, trainer = config.build()
+    _load(task, options)
+    _print_metrics(trainer.test(task, loader_of(data, "test")))
+
+
+def _predict(config: RunConfig, options: Options) -> None:
+    task, data, trainer = config.build()
+    _load(task, options)
+    outputs = trainer.predict(task, loader_of(data, "predict"))
+    if "output" in options:
+        count = write_predictions(outputs, Path(options["output"]))
+        print(f"{count} predictions in {options['output']}")
+    else:
+        print(f"{count_rows(outputs)} predictions. Write them to a file with --output predictions.jsonl.")
+
+
+def _load(task: Task, options: Options) -> None:
+    if "weights" in options:
+        task.configure_model()
+        load_weights(task, options["weights"])
+
+
+def _print_metrics(metrics: Mapping[str, float]) -> None:
+    for name, value in metrics.items():
+        print(f"{name}: {value:.6g}")
+
+
+_COMMANDS: dict[str, Callable[[RunConfig, Options], None]] = {
+    "fit": _fit,
+    "plan": _plan,
+    "validate": _validate,
+    "test": _test,
+    "predict": _predict,
+}

@@ -1,0 +1,67 @@
+"""`loopwright env`: what a bug report needs to say about a machine, and nothing secret."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+
+from .. import __version__
+from ..distributed.errors import ConfigError
+from .sources import ENVIRONMENT_PREFIX
+
+REQUIRED = ("safetensors", "pyyaml", "tqdm", "tensorboard", "jsonargparse", "numpy")
+OPTIONAL = (
+    "torchmetrics", "wandb", "mlflow", "deepspeed", "torchao", "bitsandbytes", "torch-xla", "transformers",
+    "accelerate", "lightning", "pytorch-ignite",
+)  # fmt: skip
+
+
+def run_env(arguments: Sequence[str]) -> int:
+    """Print versions, platform, devices and packages.
+
+    Raises:
+        ConfigError: arguments were given.
+    """
+    if arguments:
+        raise ConfigError(f"takes no arguments, got {' '.join(arguments)!r}.")
+    for name, value in describe():
+        print(f"{name + ':':<22}{value}")
+    return 0
+
+
+def describe() -> Iterator[tuple[str, str]]:
+    """Pairs of a name and a value. Of environment variables only the names."""
+    import torch
+
+    yield "loopwright", __version__
+    yield "python", f"{platform.python_version()} ({sys.executable})"
+    yield "platform", f"{platform.platform()}, {os.cpu_count()} CPUs"
+    yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda}, {torch.get_num_threads()} threads"
+    yield "devices", ", ".join(_devices())
+    for name in REQUIRED:
+        yield name, _version(name) or "not installed"
+    found = {name: version for name in OPTIONAL if (version := _version(name))}
+    yield "optional packages", ", ".join(f"{name} {version}" for name, version in found.items()) or "none"
+    yield "variables set", ", ".join(sorted(n for n in os.environ if n.startswith(ENVIRONMENT_PREFIX))) or "none"
+
+
+def _devices() -> Iterator[str]:
+    import torch
+
+    yield "cpu"
+    if not torch.accelerator.is_available():
+        return
+    kind = torch.accelerator.current_accelerator()
+    for index in range(torch.accelerator.device_count()):
+        name = torch.cuda.get_device_name(index) if torch.cuda.is_available() else ""
+        yield f"{kind}:{index} {name}".strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

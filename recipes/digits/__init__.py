@@ -1,0 +1,1 @@
+"""Handwritten digits: a small convolutional network on real images, in seconds."""

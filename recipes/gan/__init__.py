@@ -1,0 +1,1 @@
+"""A GAN on handwritten digits: manual optimization with two optimizers."""

@@ -1,0 +1,1 @@
+"""How one step is carried out: strategies, precision, gradient state."""

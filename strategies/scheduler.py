@@ -1,0 +1,72 @@
+"""`GatedScheduler`: a learning-rate scheduler that follows what became of the optimizer's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .gradient_state import GradientState
+from .optimizer import GatedOptimizer
+
+class GatedScheduler:
+    """Steps its scheduler only where the optimizers did; the rule is Accelerate's.
+
+    Args:
+        scheduler: any object with `step`, `state_dict` and `load_state_dict`.
+        optimizers: those it waits for; without any it is never held back.
+        gradient_state: of the owning `Accelerator`.
+        steps_per_call: schedule steps for each effective call: the number of processes under Accelerate's rule, whose
+            schedules are planned for the unsharded loader; 1 where they are planned in optimizer steps.
+        step_with_optimizer: False: the scheduler steps whenever it is asked to.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Sequence[GatedOptimizer],
+        gradient_state: GradientState,
+        *,
+        steps_per_call: int = 1,
+        step_with_optimizer: bool = True,
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers = list(optimizers)
+        self.gradient_state = gradient_state
+        self.steps_per_call = steps_per_call
+        self.step_with_optimizer = step_with_optimizer
+        self._accumulated_calls = 0
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step if the optimizers' last steps were applied; while gradients accumulate, do nothing.
+
+        With `GradientAccumulationPlugin(adjust_scheduler=True)` the calls that did nothing are made up for.
+        """
+        if not self.step_with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+        elif not self.gradient_state.sync_gradients:
+            self._accumulated_calls += 1
+        elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            calls = 1 + self._accumulated_calls if self.gradient_state.adjust_scheduler else 1
+            self._accumulated_calls = 0
+            for _ in range(calls * self.steps_per_call):
+                self._step_within_total(*args, **kwargs)
+
+    def _step_within_total(self, *args: Any, **kwargs: Any) -> None:
+        # A schedule with a hard end (OneCycleLR) raises when it is stepped past it, as rounding may do.
+        total = getattr(self.scheduler, "total_steps", None)
+        if total is None or self.scheduler.last_epoch < total:
+            self.scheduler.step(*args, **kwargs)
+
+    def get_last_lr(self) -> list[float]:
+        """The newest learning rate of each parameter group."""
+        rates: list[float] = self.scheduler.get_last_lr()
+        return rates
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped scheduler's state."""
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self.scheduler.load_state_dict(dict(state))

@@ -1,0 +1,133 @@
+"""`Strategy`: how one training step is carried out across devices."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..data.loader import PreparedLoader
+from ..distributed.errors import ConfigError
+from .gradient_state import GradientState
+from .outcome import StepOutcome
+from .precision import Precision
+
+if TYPE_CHECKING:
+    from ..distributed.process import ProcessState
+
+
+class Strategy(ABC):
+    """How a model is placed, and how backward and the optimizer step run.
+
+    A concrete strategy is final; what varies is composed. It is made from its own options alone and receives its
+    surroundings once, by `attach`, from the `Accelerator` that owns it. Neither loop asks which strategy it has.
+    """
+
+    process: ProcessState
+    """The process and its device."""
+    precision: Precision
+    """The number formats of a step."""
+    gradient_state: GradientState
+    """Where the current micro-batch stands in its window."""
+
+    def attach(self, process: ProcessState, precision: Precision, gradient_state: GradientState) -> None:
+        """Receive the surroundings; called once, before anything else.
+
+        Raises:
+            ConfigError: it belongs to another run already.
+        """
+        if hasattr(self, "process"):
+            raise ConfigError(
+                f"{type(self).__name__} already belongs to another Trainer or Accelerator. Make a new one for each."
+            )
+        self.process, self.precision, self.gradient_state = process, precision, gradient_state
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.process.device
+
+    @abstractmethod
+    def setup(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
+        """Place and wrap a model with its optimizers. Collective.
+
+        Returns:
+            The model as it is called from now on, and the optimizers in the same order.
+        Raises:
+            ConfigError: the combination can't work.
+        """
+
+    def setup_dataloader(self, loader: Iterable[Any]) -> PreparedLoader:
+        """The loader for this process: its share of the samples, each batch moved to the device."""
+        if isinstance(loader, PreparedLoader):
+            return loader
+        return PreparedLoader(loader, device=self.device, active=self.gradient_state.loaders)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Divide a micro-batch's loss by the size of its window, scale it where the precision asks, and run backward.
+
+        Args:
+            loss: a scalar.
+            kwargs: as `Tensor.backward` takes them.
+        """
+        window_size = self.gradient_state.window_size
+        if window_size != 1:
+            loss = loss / window_size
+        self.precision.scale(loss).backward(**kwargs)
+
+    def step(self, optimizer: Optimizer) -> StepOutcome:
+        """Step a torch optimizer if gradients synchronise now, else do nothing. Unscales what is not yet unscaled."""
+        if not self.gradient_state.sync_gradients:
+            return StepOutcome.ACCUMULATED
+        return StepOutcome.APPLIED if self.precision.step(optimizer) else StepOutcome.SKIPPED
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """A context in which backward does not reduce gradients over processes."""
+        return contextlib.nullcontext()
+
+    def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+        """Multiply gradients in place, as the exact weighting of a window needs it."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        dense = [g for g in gradients if not g.is_sparse]
+        if dense:
+            torch._foreach_mul_(dense, factor)
+        for gradient in gradients:
+            if gradient.is_sparse:
+                gradient.mul_(factor)
+
+    def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale unscaled gradients so that their global norm is at most `max_norm`. Returns the norm before, a scalar."""
+        return torch.nn.utils.clip_grad_norm_(list(parameters), max_norm, norm_type=norm_type)
+
+    def clip_grad_value(self, parameters: Iterable[Tensor], value: float) -> None:
+        """Cut unscaled gradients to the range from `-value` to `value`."""
+        torch.nn.utils.clip_grad_value_(list(parameters), value)
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """The full state of the unwrapped model. Collective."""
+        return self.unwrap(model).state_dict()
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take back what `model_state` gave."""
+        self.unwrap(model).load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        """The full state of an optimizer. Collective."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Take back what `optimizer_state` gave."""
+        optimizer.load_state_dict(dict(state))
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The model without what this strategy put around it."""
+        return model
+
+    def teardown(self) -> None:
+        """Free what `setup` took. Local."""

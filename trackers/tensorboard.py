@@ -1,0 +1,107 @@
+"""`TensorBoardTracker`: event files that TensorBoard shows; the default tracker."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .config import flatten_config
+from .files import strict_json
+from .tracker import RunInfo, Status, Tracker, opened
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+_STATUS = {"success": "STATUS_SUCCESS", "failed": "STATUS_FAILURE", "interrupted": "STATUS_UNKNOWN"}
+
+
+class TensorBoardTracker(Tracker):
+    """Writes scalars under their own names; the configuration as the text `config` and for the HPARAMS view.
+
+    The HPARAMS view shows the run itself as a session with its outcome, without an extra folder; an interrupted run's
+    status is unknown there. TensorBoard keeps scalars in 32-bit floats: for exact large counts add the JSON lines or
+    CSV tracker.
+
+    Args:
+        directory: where the event files go. The default is the run's folder, so that `tensorboard --logdir` on the
+            project's folder shows each run by its name.
+        flush_seconds: the longest time that records wait in memory before they are in the file.
+        name: the tracker's name, where a run has two of them.
+    """
+
+    def __init__(
+        self, directory: str | Path | None = None, *, flush_seconds: int = 30, name: str = "tensorboard"
+    ) -> None:
+        self.directory = None if directory is None else Path(directory)
+        self.flush_seconds = flush_seconds
+        self.name = name
+        self._writer: SummaryWriter | None = None
+
+    def start(self, run: RunInfo, config: Mapping[str, Any]) -> None:
+        """Open a new event file in the folder and write the configuration into it."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(self.directory or run.directory), flush_secs=self.flush_seconds)
+        self._writer = writer
+        writer.add_text("config", f"```json\n{strict_json(dict(config), indent=2)}\n```")
+        _write_session(writer, "session_start_info", _session_start(config))
+        writer.flush()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write one scalar per metric.
+
+        Raises:
+            TrackerError: no run is open.
+        """
+        writer = opened(self._writer, self)
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+
+    def finish(self, status: Status) -> None:
+        """Write the outcome and close the event file."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            _write_session(writer, "session_end_info", _session_end(status))
+            writer.close()
+
+
+def _session_start(config: Mapping[str, Any]) -> Any:
+    data = _hparams("plugin_data_pb2").SessionStartInfo(start_time_secs=time.time())
+    for name, value in flatten_config(config).items():
+        if isinstance(value, bool):
+            data.hparams[name].bool_value = value
+        elif isinstance(value, int | float):
+            data.hparams[name].number_value = value
+        else:
+            data.hparams[name].string_value = str(value)
+    return data
+
+
+def _session_end(status: Status) -> Any:
+    code = _hparams("api_pb2").Status.Value(_STATUS[status])
+    return _hparams("plugin_data_pb2").SessionEndInfo(status=code, end_time_secs=time.time())
+
+
+def _write_session(writer: Any, kind: str, message: Any) -> None:
+    """Write one message of TensorBoard's hyperparameter plugin.
+
+    `SummaryWriter.add_hparams` isn't used: it opens another run in a folder of its own and calls every run a success.
+    """
+    metadata = _hparams("metadata")
+    data = _hparams("plugin_data_pb2").HParamsPluginData(**{kind: message}, version=metadata.PLUGIN_DATA_VERSION)
+    proto = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+    plugin = proto.SummaryMetadata.PluginData(plugin_name=metadata.PLUGIN_NAME, content=data.SerializeToString())
+    value = proto.Summary.Value(
+        tag=getattr(metadata, f"{kind.upper()}_TAG"),
+        metadata=proto.SummaryMetadata(plugin_data=plugin),
+        tensor=metadata.NULL_TENSOR,
+    )
+    writer.file_writer.add_summary(proto.Summary(value=[value]))
+
+
+def _hparams(module: str) -> Any:
+    """A module of TensorBoard's hyperparameter plugin, loaded when a run starts and not before."""
+    return importlib.import_module(f"tensorboard.plugins.hparams.{module}")

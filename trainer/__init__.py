@@ -1,0 +1,1 @@
+"""The Trainer, the Task, the loops, the Accelerator and the logging of metrics."""

@@ -1,0 +1,185 @@
+"""Evaluation: validation inside and outside of training, test, and prediction.
+
+```
+evaluate: on_<stage>_start -> per batch on_<stage>_batch_start -> <stage>_step -> on_<stage>_batch_end -> on_<stage>_end
+```
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from ..callbacks.bus import Event
+from ..callbacks.callback import Callback
+from ..data.sizes import AmbiguousBatchSizeError
+from .metrics import MetricLog, to_numbers
+from .run import EvaluationData, Run, Training
+from .sealed import sealed
+from .signature import batch_function
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One kind of evaluation: its name and its events."""
+
+    name: str
+    step: str
+    """The task's method."""
+    start: Event
+    batch_start: Event
+    batch_end: Event
+    end: Event
+
+
+VALIDATION = Stage(
+    "validation", "validation_step", Callback.on_validation_start, Callback.on_validation_batch_start,
+    Callback.on_validation_batch_end, Callback.on_validation_end,
+)  # fmt: skip
+TEST = Stage(
+    "test", "test_step", Callback.on_test_start, Callback.on_test_batch_start,
+    Callback.on_test_batch_end, Callback.on_test_end,
+)  # fmt: skip
+PREDICT = Stage(
+    "predict", "predict_step", Callback.on_predict_start, Callback.on_predict_batch_start,
+    Callback.on_predict_batch_end, Callback.on_predict_end,
+)  # fmt: skip
+
+
+def validate(run: Run, training: Training) -> dict[str, float]:
+    """Validation inside training. It leaves no trace there; its metrics become a record at the current step."""
+    assert training.validation is not None
+    metrics = evaluate(run, VALIDATION, training.validation)
+    training.validated_at = run.state.micro_step
+    return metrics
+
+
+def evaluate(run: Run, stage: Stage, data: EvaluationData) -> dict[str, float]:
+    """One pass over the data of a stage.
+
+    Returns:
+        The means over all samples, by name, with what callbacks added to them.
+    """
+    metrics: dict[str, float] = {}
+    with evaluating(run, stage) as log, run.paired(stage.start, stage.end, lambda: (metrics,)):
+        for step, batch, index in batches_of(run, stage, data, log):
+            run_batch(run, stage, step, batch, index)
+        metrics.update(to_numbers(log.epoch_values()))
+        run.remember(metrics)
+    run.remember(metrics)
+    if metrics:
+        run.record(metrics)
+    return metrics
+
+
+def evaluate_quietly(run: Run, data: EvaluationData, num_batches: int) -> None:
+    """Try the first batches of each loader before training, so that an error in validation costs no epoch.
+
+    No event fires and no metric is kept.
+    """
+    with evaluating(run, VALIDATION, name="sanity") as log:
+        for suffix, loader in data.loaders.items():
+            step = step_of(run, VALIDATION, data, suffix)
+            for index, batch in enumerate(islice(loader, num_batches)):
+                log.samples = samples_of(run, batch)
+                call_step(run, step, batch, index)
+        log.epoch_values()
+
+
+def predict(
+    run: Run, data: EvaluationData, writer: Callable[[Any, Any, int], None] | None = None
+) -> list[Any]:
+    """The outputs of `predict_step`, batch by batch in the order of the data.
+
+    Args:
+        writer: takes each batch's outputs, the batch and its index, so that nothing is kept in memory.
+    """
+    kept: list[Any] = []
+    with evaluating(run, PREDICT) as log, run.paired(PREDICT.start, PREDICT.end):
+        for step, batch, index in batches_of(run, PREDICT, data, log):
+            outputs = run_batch(run, PREDICT, step, batch, index)
+            if writer is None:
+                kept.append(outputs)
+            else:
+                writer(outputs, batch, index)
+    return kept
+
+
+class evaluating:  # noqa: N801 - a context manager, read as a verb
+    """The seal around an evaluation, with the stage's own log of metrics in the place of the outer one."""
+
+    def __init__(self, run: Run, stage: Stage, name: str | None = None) -> None:
+        self._run, self._stage, self._name = run, stage, name or stage.name
+        self._seal = sealed(run.task, run.device, run.gradient_state)
+
+    def __enter__(self) -> MetricLog:
+        run = self._run
+        self._outer = (run.state.stage, run.task.__dict__.get("_log"))
+        self._seal.__enter__()
+        run.state.stage = self._name
+        log = MetricLog(self._stage.name, {} if self._name == "sanity" else run.trainer.progress_metrics)
+        self._outer_log, run.log = run.log, log
+        run.task.__dict__["_log"] = log.log
+        return log
+
+    def __exit__(self, *error: Any) -> None:
+        run = self._run
+        run.state.stage, run.task.__dict__["_log"] = self._outer
+        run.log = self._outer_log
+        self._seal.__exit__(*error)
+
+
+def batches_of(
+    run: Run, stage: Stage, data: EvaluationData, log: MetricLog
+) -> Iterator[tuple[Callable[..., Any], Any, int]]:
+    """Each batch of each loader, with the step for it and its index in its loader."""
+    for (suffix, loader), limit in zip(data.loaders.items(), data.limits, strict=True):
+        log.suffix = suffix
+        step = step_of(run, stage, data, suffix)
+        index = -1
+        for index, batch in enumerate(islice(loader, limit)):
+            log.samples = samples_of(run, batch)
+            yield step, batch, index
+        if index < 0:
+            warnings.warn(f"the {stage.name} loader{suffix} gave no batch, so that it has no metrics.", stacklevel=2)
+
+
+def run_batch(run: Run, stage: Stage, step: Callable[..., Any], batch: Any, index: int) -> Any:
+    """One batch with its two events."""
+    outputs = None
+    try:
+        if emit := run.events[stage.batch_start]:
+            emit(batch, index)
+        outputs = call_step(run, step, batch, index)
+    except BaseException as error:
+        run.fail(error)
+        run.finish_despite(error, stage.batch_end, outputs)
+        raise
+    if emit := run.events[stage.batch_end]:
+        emit(outputs)
+    return outputs
+
+
+def call_step(run: Run, step: Callable[..., Any], batch: Any, index: int) -> Any:
+    """The task's step in the run's precision."""
+    if run.precision.autocasts:
+        with run.precision.autocast():
+            return step(batch, index)
+    return step(batch, index)
+
+
+def step_of(run: Run, stage: Stage, data: EvaluationData, suffix: str) -> Callable[..., Any]:
+    """The task's method for one loader, called with a batch and its index."""
+    return batch_function(getattr(run.task, stage.step), dataloader_idx=list(data.loaders).index(suffix))
+
+
+def samples_of(run: Run, batch: Any) -> int | None | AmbiguousBatchSizeError:
+    """Samples in the batch, or the error that says why they can't be told: it is raised where they are needed."""
+    try:
+        return run.task.count_samples(batch)
+    except AmbiguousBatchSizeError as error:
+        return error
+

@@ -1,0 +1,337 @@
+"""The training loop.
+
+```
+fit:        on_setup -> on_fit_start -> epochs -> on_fit_end -> on_teardown
+fit_epoch:  on_epoch_start -> windows, and after each what is due -> on_epoch_end(metrics)
+fit_window: the micro-batches of one optimizer step
+fit_batch:  on_batch_start -> training_step -> on_before_backward -> backward -> on_backward
+            and at the window's end: unscale, clip -> on_before_step -> optimizer.step -> on_step -> scheduler.step, zero_grad
+            -> on_batch_end(outputs)
+```
+
+Every function works on a `Run` and knows no concrete strategy, tracker or callback. Events that nobody handles are None.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import Tensor
+
+from ..callbacks.callback import Callback, ControlFlow, EndEpoch, SkipBatch, StopRun
+from ..data.sizes import AmbiguousBatchSizeError
+from ..data.window import Window, WindowReader
+from ..distributed.errors import ConfigError, DataError
+from ..strategies.outcome import StepOutcome
+from .evaluation import evaluate_quietly, validate
+from .optimization import ScheduledRate, monitored_value
+from .run import Run, Training
+
+
+def fit(run: Run, training: Training) -> None:
+    """Train until a limit is reached or a stop is asked for."""
+    state = run.state
+    with run.paired(Callback.on_fit_start, Callback.on_fit_end):
+        try:
+            if training.validation and training.sanity_batches:
+                evaluate_quietly(run, training.validation, training.sanity_batches)
+            state.stage = "train"
+            state.start()
+            while run.stop_reason is None and training.limits.reached(state) is None:
+                fit_epoch(run, training)
+            if training.validation and training.val_schedule.is_due_at_end and training.validated_at != state.micro_step:
+                validate(run, training)
+            if training.log_schedule.is_due_at_end:
+                log_step(run)
+        except StopRun as stop:
+            run.stop(str(stop) or "StopRun was raised")
+        except ControlFlow as misplaced:
+            raise ConfigError(f"{type(misplaced).__name__} was raised where there is nothing to skip or end by it.") from misplaced
+
+
+def fit_epoch(run: Run, training: Training) -> None:
+    """One pass over the training data."""
+    state = run.state
+    state.epoch_ended = False
+    state.batch = 0
+    training.loader.set_epoch(state.epoch)
+    reader = read_windows(run, training)
+    training.reader = reader
+    with run.paired(Callback.on_epoch_start, Callback.on_epoch_end, lambda: (close_epoch(run, training, reader),)):
+        try:
+            for window in reader:
+                fit_window(run, training, window)
+                do_what_is_due(run, training)
+                if run.stop_reason is not None:
+                    break
+            if state.batch == 0:
+                refuse_empty_pass(run, training, reader)
+        except EndEpoch:
+            drop_open_window(run, training)
+            state.epoch_ended = True
+            do_what_is_due(run, training)
+        except StopRun as stop:
+            drop_open_window(run, training)
+            run.stop(str(stop) or "StopRun was raised")
+    if state.epoch_ended:
+        state.epoch += 1
+        state.batch = 0
+        state.epoch_ended = False
+
+
+def fit_window(run: Run, training: Training, window: Window) -> None:
+    """The micro-batches of one optimizer step."""
+    gradient_state = run.strategy.gradient_state
+    if not training.carried:
+        training.loss.begin(window.size)
+        gradient_state.window_size = window.size
+        run.metrics.window = run.state.micro_step
+    last = len(window.batches) - 1
+    for position, batch in enumerate(window.batches):
+        gradient_state.sync_gradients = window.closes and position == last
+        fit_batch(run, training, batch)
+    training.carried = 0 if window.closes else training.carried + len(window.batches)
+    run.state.epoch_ended = window.is_last
+
+
+def fit_batch(run: Run, training: Training, batch: Any) -> None:
+    """Forward and backward of one micro-batch, and the optimizer step if it closes its window."""
+    events, state, metrics = run.events, run.state, run.metrics
+    index = state.batch
+    outputs = None
+    try:
+        if training.moves:
+            batch = training.loader.move(batch)
+        metrics.samples = count_samples(run, batch)
+        try:
+            if emit := events[Callback.on_batch_start]:
+                emit(batch, index)
+            if training.is_automatic:
+                outputs = forward(run, batch, index)
+                loss = training.loss.take(outputs)
+                if loss is not None:
+                    backward(run, loss)
+            else:
+                outputs = manual_step(run, training, batch, index)
+        except SkipBatch:
+            outputs = None  # a batch without a loss
+        if training.is_automatic and run.strategy.gradient_state.sync_gradients:
+            step(run, training)
+        state.batch = index + 1
+        state.micro_step += 1
+        if type(metrics.samples) is int:
+            state.samples += metrics.samples
+        if training.counts_tokens:
+            state.tokens += run.task.count_tokens(batch)
+    except BaseException as error:
+        hint_at_single_sample(error, metrics.samples, index)
+        run.fail(error)
+        run.finish_despite(error, Callback.on_batch_end, outputs)
+        raise
+    if emit := events[Callback.on_batch_end]:
+        emit(outputs)
+
+
+def forward(run: Run, batch: Any, index: int) -> Any:
+    """`training_step` in the run's precision."""
+    if run.strategy.precision.autocasts:
+        with run.strategy.precision.autocast():
+            return run.step_function(batch, index)
+    return run.step_function(batch, index)
+
+
+def backward(run: Run, loss: Tensor, **kwargs: Any) -> None:
+    """Backward with its two events."""
+    if emit := run.events[Callback.on_before_backward]:
+        emit(loss)
+    run.strategy.backward(loss, **kwargs)
+    if emit := run.events[Callback.on_backward]:
+        emit(loss)
+
+
+def step(run: Run, training: Training) -> None:
+    """The optimizer step at the end of a window, and what follows from its outcome."""
+    optimizer = training.optimizers[0]
+    outcome = StepOutcome.SKIPPED
+    if not training.loss.is_empty:
+        try:
+            if run.strategy.precision.unscale(optimizer):
+                normalise_and_clip(run, training)
+                if emit := run.events[Callback.on_before_step]:
+                    emit(optimizer)
+            outcome = run.strategy.step(optimizer)
+        except SkipBatch:
+            run.strategy.precision.forget(optimizer)
+        count_tokens(run, training)
+    settle(run, training, outcome)
+    optimizer.zero_grad()
+
+
+def settle(run: Run, training: Training, outcome: StepOutcome) -> None:
+    """Count a step that was due, tell the callbacks, and move the schedules on if it was applied."""
+    if outcome is StepOutcome.APPLIED:
+        run.state.step += 1
+    else:
+        run.state.skipped_steps += 1
+    if emit := run.events[Callback.on_step]:
+        emit(outcome)
+    if outcome is StepOutcome.APPLIED and training.is_automatic:
+        for rate in training.step_schedulers:
+            step_scheduler(run, rate, run.state.step)
+
+
+def normalise_and_clip(run: Run, training: Training) -> None:
+    """Give the window's gradients their exact weight, then clip them once."""
+    correction = training.loss.correction()
+    if correction is not None:
+        run.strategy.scale_gradients(training.parameters, correction)
+    if training.clip_value is not None:
+        run.strategy.clip_grad_value(training.parameters, training.clip_value)
+    if training.clip_norm is not None:
+        run.strategy.clip_grad_norm(training.parameters, training.clip_norm)
+
+
+def manual_step(run: Run, training: Training, batch: Any, index: int) -> Any:
+    """`training_step` of a task that steps its optimizers itself. One step is counted, however many it took."""
+    for optimizer in training.gated:
+        optimizer.outcome = StepOutcome.ACCUMULATED
+    outputs = forward(run, batch, index)
+    outcomes = {optimizer.outcome for optimizer in training.gated}
+    if StepOutcome.APPLIED in outcomes:
+        settle(run, training, StepOutcome.APPLIED)
+    elif StepOutcome.SKIPPED in outcomes:
+        settle(run, training, StepOutcome.SKIPPED)
+    return outputs
+
+
+def do_what_is_due(run: Run, training: Training) -> None:
+    """What comes due at a step boundary."""
+    state = run.state
+    if training.log_schedule.is_due(state):
+        log_step(run)
+    if training.validation and training.val_schedule.is_due(state):
+        validate(run, training)
+    if training.inner_limits and training.limits.reached(state):
+        run.stop(f"{training.limits.reached(state)} reached")
+
+
+def log_step(run: Run) -> None:
+    """A record of the newest window's values."""
+    run.record(run.metrics.step_values())
+
+
+def close_epoch(run: Run, training: Training, reader: WindowReader) -> dict[str, float]:
+    """Finish an epoch: its training means become a record, and schedules that count epochs move on.
+
+    Returns:
+        The epoch's metrics with the newest values of the validation's, as `on_epoch_end` shows them.
+    """
+    training.carried = reader.carried
+    training.wait_seconds += reader.wait_seconds
+    training.reader = None
+    if run.error is not None:
+        return dict(run.trainer.metrics)
+    if values := run.metrics.epoch_values():
+        run.record(values)
+    if run.state.epoch_ended and training.is_automatic:
+        for rate in training.epoch_schedulers:
+            step_scheduler(run, rate, run.state.epoch + 1)
+    return dict(run.trainer.metrics)
+
+
+def step_scheduler(run: Run, rate: ScheduledRate, count: int) -> None:
+    """Step a schedule if `count` is one of its points."""
+    if count % rate.frequency or run.state.step == 0:
+        return
+    if not rate.needs_metric:
+        rate.scheduler.step()
+    elif is_fresh(run, rate):
+        rate.scheduler.step(monitored_value(rate, run.trainer.metrics))
+
+
+def is_fresh(run: Run, rate: ScheduledRate) -> bool:
+    """Whether the metric that a schedule watches has a new value since the schedule saw it last.
+
+    Raises:
+        MetricError: the metric was never logged although validation has run.
+    """
+    assert rate.monitor is not None
+    training = run.training
+    assert training is not None
+    if rate.monitor not in run.updated:
+        if training.validation is None or training.validated_at >= 0:
+            monitored_value(rate, run.trainer.metrics)
+        return False  # validation was not due before the run ended
+    seen, rate.seen_at = rate.seen_at, run.updated[rate.monitor]
+    return seen != rate.seen_at
+
+
+def read_windows(run: Run, training: Training) -> WindowReader:
+    """The windows of the epoch that begins. A window is left open only where another epoch can close it."""
+    limit = training.limits.max_epochs
+    is_last_epoch = limit is not None and run.state.epoch + 1 >= limit.amount
+    remainder = "flush" if training.remainder == "carry" and is_last_epoch else training.remainder
+    return WindowReader(
+        training.loader, training.window_size,
+        remainder=remainder, carried=training.carried, limit=training.batch_limit,
+    )  # fmt: skip
+
+
+def drop_open_window(run: Run, training: Training) -> None:
+    """Forget the gradients of a window that will not be closed."""
+    training.carried = 0
+    for optimizer in training.optimizers:
+        run.strategy.precision.forget(optimizer)
+        optimizer.zero_grad()
+
+
+def count_samples(run: Run, batch: Any) -> int | None | AmbiguousBatchSizeError:
+    """Samples in the batch, or the error that says why they can't be told: it is raised where they are needed."""
+    try:
+        return run.task.count_samples(batch)
+    except AmbiguousBatchSizeError as error:
+        if not run.warned_of_samples:
+            run.warned_of_samples = True
+            warnings.warn(f"state.samples does not count such batches: {error}", stacklevel=2)
+        return error
+
+
+def count_tokens(run: Run, training: Training) -> None:
+    """Add the window's counts to the token counter, without waiting for a device that computes them."""
+    count = training.loss.count
+    if isinstance(count, Tensor):
+        if count.device.type != "cpu" and not training.needs_tokens:
+            training.tokens = training.tokens + count
+            return
+        count = count.item()
+    run.state.tokens += int(count)
+
+
+def refuse_empty_pass(run: Run, training: Training, reader: WindowReader) -> None:
+    """A pass without a window: an error in the first epoch, the end of the run later.
+
+    Raises:
+        DataError: there never was a batch, or all of them are left out.
+    """
+    if reader.num_fetched:
+        raise DataError(
+            f"an epoch has {reader.num_fetched} batches, fewer than accumulate={training.window_size}, and "
+            "accumulate_across_epochs='drop' leaves them all out. Use 'flush' or 'carry', or a smaller accumulate."
+        )
+    if run.state.micro_step == 0:
+        raise DataError("the training loader gave no batch. Check its dataset, its sampler, drop_last and limit_batches.")
+    warnings.warn(
+        f"the training loader gave no batch in epoch {run.state.epoch}: it can be iterated only once. Training ends at step "
+        f"{run.state.step}. Pass an iterable that begins anew each time.", stacklevel=2,
+    )  # fmt: skip
+    run.stop("the training data is used up")
+
+
+def hint_at_single_sample(error: BaseException, samples: object, index: int) -> None:
+    """Batch norm can't train on one sample, and torch does not say which batch that was."""
+    if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+        error.add_note(
+            f"batch {index} has {samples} sample(s), too few for batch norm. Use drop_last=True in the DataLoader, or a "
+            "batch size that does not leave a single sample at the end."
+        )

@@ -1,0 +1,114 @@
+"""What `training_step` returns, and the exact weighting of a window's losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed.errors import TaskError
+
+
+class WindowLoss:
+    """Weights the losses of one window so that its gradient is exact.
+
+    A mean loss weighs as much as the others of the window: each is divided by the window's size. A pair
+    `(loss_sum, count)` weighs by its count: since the window's count is known only at its end, each sum is divided by the
+    first count, and `correction` puts it right. Batches that are left out (None) are corrected for in the same way.
+    """
+
+    __slots__ = ("_count", "_first_count", "_num_losses", "_size")
+
+    def __init__(self) -> None:
+        self.begin(1)
+
+    def begin(self, size: int) -> None:
+        """A window of `size` micro-batches begins."""
+        self._size = size
+        self._num_losses = 0
+        self._first_count: Any = None
+        self._count: Any = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no batch of the window gave a loss."""
+        return self._num_losses == 0
+
+    def take(self, outputs: Any) -> Tensor | None:
+        """The loss to run backward from, before its division by the window's size; None for a batch left out.
+
+        Raises:
+            TaskError: what the step returned is no loss.
+        """
+        if type(outputs) is Tensor or isinstance(outputs, Tensor):
+            loss = outputs
+            if self._first_count is not None:
+                raise _mixed()
+        elif outputs is None:
+            return None
+        elif isinstance(outputs, Mapping):
+            if "loss" not in outputs:
+                raise TaskError(f"training_step returned a mapping without 'loss'; it has {sorted(map(str, outputs))}.")
+            return self.take(outputs["loss"])
+        elif isinstance(outputs, tuple) and len(outputs) == 2:
+            loss = self._weighted(*outputs)
+        else:
+            raise TaskError(
+                f"training_step returned a {type(outputs).__name__}. Expected a scalar loss, a mapping with 'loss', a pair "
+                "(loss_sum, count), or None to leave the batch out."
+            )
+        if not loss.requires_grad or (loss.ndim and loss.numel() != 1):
+            raise _no_loss(loss)
+        self._num_losses += 1
+        return loss
+
+    def _weighted(self, loss_sum: Any, count: Any) -> Tensor:
+        if not isinstance(loss_sum, Tensor):
+            raise TaskError(f"training_step returned ({type(loss_sum).__name__}, ...). Expected (loss_sum, count), the first a tensor.")
+        if self._num_losses and self._first_count is None:
+            raise _mixed()
+        if isinstance(count, Tensor):
+            count = count.detach()
+            divisor: Any = count.clamp(min=1)
+        else:
+            divisor = count if count > 0 else 1
+        if self._first_count is None:
+            self._first_count = divisor
+        self._count = self._count + count
+        return loss_sum / self._first_count
+
+    @property
+    def count(self) -> Any:
+        """The sum of the window's counts, a number or a tensor on the device; 0 where steps return mean losses."""
+        return self._count
+
+    def correction(self) -> float | Tensor | None:
+        """What the window's gradients are to be multiplied with at its end; None for nothing."""
+        if self._first_count is None:
+            return None if self._num_losses == self._size else self._size / self._num_losses
+        total = self._count
+        if isinstance(total, Tensor) or isinstance(self._first_count, Tensor):
+            return self._first_count * self._size / torch.as_tensor(total).clamp(min=1)
+        factor = self._first_count * self._size / max(total, 1)
+        return None if factor == 1 else factor
+
+
+def _mixed() -> TaskError:
+    return TaskError(
+        "training_step returned a mean loss for one batch and (loss_sum, count) for another of the same window, which "
+        "can't be weighted against each other. Return the same kind for every batch."
+    )
+
+
+def _no_loss(loss: Tensor) -> TaskError:
+    if loss.ndim and loss.numel() != 1:
+        return TaskError(
+            f"training_step returned a loss of shape {tuple(loss.shape)}. Expected a scalar: take its mean, or return "
+            "(loss.sum(), loss.numel())."
+        )
+    return TaskError(
+        "training_step returned a loss without a gradient. Compute it from the task's parameters, outside torch.no_grad() "
+        "and without detach(); are all parameters frozen?"
+    )

@@ -1,0 +1,303 @@
+"""The logging of metrics: values stay on their device until a record is due."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from ..data.sizes import AmbiguousBatchSizeError
+from ..distributed.errors import MetricError, suggest
+
+Reduce: TypeAlias = Literal["mean", "sum", "min", "max"]
+Number: TypeAlias = "int | float"
+
+_FOLD_EVERY = 256  # values of a metric that are held before they are folded into its running total
+
+
+class Metric:
+    """One logged name in one stage: the values of the newest window, and a running total over the epoch."""
+
+    __slots__ = ("entries", "held", "name", "on_epoch", "on_step", "options", "reduce", "source", "total", "weight")
+
+    def __init__(self, name: str, options: tuple[Any, ...], on_step: bool, on_epoch: bool, reduce: Reduce) -> None:
+        self.name = name
+        self.options = options
+        self.on_step = on_step
+        self.on_epoch = on_epoch
+        self.reduce = reduce
+        self.source: Any = None
+        """The torchmetrics object that computes the value itself."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything that was logged."""
+        self.entries: list[tuple[int, Any, Any]] = []
+        self.total: Any = None
+        self.weight: Any = 0
+
+    def fold(self, window: int) -> None:
+        """Bring the values of earlier windows into the running total."""
+        old = [entry for entry in self.entries if entry[0] != window]
+        if old and self.on_epoch:
+            self._add(*_reduce(old, self.reduce))
+        self.entries = [entry for entry in self.entries if entry[0] == window]
+
+    def _add(self, total: Any, weight: Any) -> None:
+        if self.total is None:
+            self.total, self.weight = total, weight
+        elif self.reduce in ("mean", "sum"):
+            self.total, self.weight = self.total + total, self.weight + weight
+        else:
+            self.total = _extreme(self.reduce, self.total, total)
+
+    def window_value(self, window: int) -> Any:
+        """The value over one window, None where it was not logged there."""
+        if self.source is not None:
+            return getattr(self.source, "_forward_cache", None)
+        entries = [entry for entry in self.entries if entry[0] == window]
+        if not entries:
+            return None
+        total, weight = _reduce(entries, self.reduce)
+        return _quotient(total, weight) if self.reduce == "mean" else total
+
+    def epoch_value(self) -> Any:
+        """The value over all that was logged since `reset`, None where nothing was."""
+        if self.source is not None:
+            return self.source.compute()
+        self.fold(-1)
+        if self.total is None:
+            return None
+        return _quotient(self.total, self.weight) if self.reduce == "mean" else self.total
+
+
+def _reduce(entries: list[tuple[int, Any, Any]], reduce: Reduce) -> tuple[Any, Any]:
+    """Total and weight of some entries, each of window, value and weight.
+
+    Sums are made in 64 bits, integers as integers, so that a large count stays exact.
+    """
+    numbers = [(v, w) for _, v, w in entries if not isinstance(v, Tensor) and not isinstance(w, Tensor)]
+    tensors = [(v, w) for _, v, w in entries if isinstance(v, Tensor) or isinstance(w, Tensor)]
+    parts: list[tuple[Any, Any]] = []
+    if numbers:
+        parts.append(_reduce_numbers(numbers, reduce))
+    if tensors:
+        parts.append(_reduce_tensors(tensors, reduce))
+    (total, weight), *rest = parts
+    for other_total, other_weight in rest:
+        total = total + other_total if reduce in ("mean", "sum") else _extreme(reduce, total, other_total)
+        weight = weight + other_weight
+    return total, weight
+
+
+def _reduce_numbers(entries: list[tuple[Any, Any]], reduce: Reduce) -> tuple[Any, Any]:
+    if reduce == "mean":
+        return sum(v * w for v, w in entries), sum(w for _, w in entries)
+    values = [v for v, _ in entries]
+    if reduce == "sum":
+        return sum(values), 0
+    found = values[0]
+    for value in values[1:]:
+        found = _extreme(reduce, found, value)
+    return found, 0
+
+
+def _reduce_tensors(entries: list[tuple[Any, Any]], reduce: Reduce) -> tuple[Tensor, Any]:
+    device = next(x.device for entry in entries for x in entry if isinstance(x, Tensor))
+    values = _stack([v for v, _ in entries], device)
+    if reduce == "mean":
+        weights = _stack([w for _, w in entries], device)
+        return (values * weights).sum(), weights.sum()
+    if reduce == "sum":
+        return values.sum(), 0
+    return (values.amin() if reduce == "min" else values.amax()), 0
+
+
+def _stack(values: list[Any], device: torch.device) -> Tensor:
+    """A tensor of shape (values,), in 64 bits where the device has them."""
+    wide_float = torch.float32 if device.type == "mps" else torch.float64
+    if not any(isinstance(v, Tensor) for v in values):
+        return torch.tensor(values, device=device, dtype=wide_float if any(isinstance(v, float) for v in values) else None)
+    tensors = [v if isinstance(v, Tensor) else torch.tensor(v, device=device) for v in values]
+    if len({t.dtype for t in tensors}) > 1:
+        tensors = [t.to(wide_float) for t in tensors]
+    stacked = torch.stack(tensors)
+    if stacked.dtype is torch.bool:
+        return stacked.to(torch.int64)
+    return stacked.to(wide_float) if stacked.is_floating_point() else stacked.to(torch.int64)
+
+
+def _extreme(reduce: Reduce, first: Any, second: Any) -> Any:
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        a, b = torch.as_tensor(first), torch.as_tensor(second)
+        return torch.minimum(a, b.to(a.device)) if reduce == "min" else torch.maximum(a, b.to(a.device))
+    if first != first or second != second:  # NaN: not hidden by the order of arguments
+        return float("nan")
+    return min(first, second) if reduce == "min" else max(first, second)
+
+
+def _quotient(total: Any, weight: Any) -> Any:
+    if isinstance(total, Tensor) or isinstance(weight, Tensor):
+        return total / weight  # 0 / 0 is NaN, as it should be
+    return total / weight if weight else float("nan")
+
+
+def to_numbers(values: Mapping[str, Any]) -> dict[str, Number]:
+    """Plain numbers of scalar tensors and numbers, with one copy to the host for each device and kind.
+
+    This is where logging waits for the device.
+    """
+    numbers: dict[str, Number] = {}
+    groups: dict[tuple[torch.device, bool], list[str]] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            groups.setdefault((value.device, value.is_floating_point()), []).append(name)
+            numbers[name] = 0  # holds the place, so that the order of names is kept
+        elif value is not None:
+            numbers[name] = value
+    for (device, _), names in groups.items():
+        stacked = _stack([values[name].detach().reshape(()) for name in names], device)
+        numbers.update(zip(names, stacked.tolist(), strict=True))
+    return numbers
+
+
+class MetricLog:
+    """What is logged in one stage of a run.
+
+    Args:
+        stage: `"train"`, `"validation"`, `"test"` or `"predict"`: sets the defaults of `on_step` and `on_epoch`.
+        progress: where newest values for the progress bar go.
+        suffix: appended to every name, for one of several loaders.
+    """
+
+    def __init__(self, stage: str, progress: dict[str, Any]) -> None:
+        self.stage = stage
+        self.progress = progress
+        self.suffix = ""
+        self.window = 0
+        """Number of the current window; values of one window make one step value."""
+        self.samples: int | None | AmbiguousBatchSizeError = None
+        """Samples in the current batch, or why they can't be told."""
+        self.metrics: dict[str, Metric] = {}
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce: Reduce = "mean",
+        batch_size: int | Tensor | None = None,
+        progress_bar: bool = False,
+        sync: bool = True,
+    ) -> None:
+        """As `Task.log` says."""
+        if self.suffix:
+            name += self.suffix
+        metric = self.metrics.get(name)
+        if metric is None:
+            metric = self._open(name, on_step, on_epoch, reduce)
+        elif metric.options != (on_step, on_epoch, reduce):
+            raise MetricError(
+                f"log({name!r}) with on_step={on_step}, on_epoch={on_epoch}, reduce={reduce!r}, but earlier with "
+                f"{metric.options}. Use the same options for one name, or another name."
+            )
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise MetricError(f"log({name!r}) of a tensor of shape {tuple(value.shape)}. Expected one element: reduce it.")
+            value = value.detach().clone()  # a copy: what the user does to it later is not logged
+            if value.ndim:
+                value = value.reshape(())
+            weight = batch_size
+        elif type(value) is float or type(value) is int:
+            weight = batch_size
+        else:
+            value, weight = self._convert(metric, value, batch_size)
+            if value is None:
+                return
+        if weight is None:
+            weight = self.samples
+            if type(weight) is not int:
+                weight = self._weight(metric)
+        entries = metric.entries
+        entries.append((self.window, value, weight))
+        if len(entries) % _FOLD_EVERY == 0:
+            metric.fold(self.window)
+        if progress_bar:
+            self.progress[name] = value
+
+    def _open(self, name: str, on_step: bool | None, on_epoch: bool | None, reduce: Reduce) -> Metric:
+        if reduce not in get_args(Reduce):
+            raise MetricError(f"log({name!r}, reduce={reduce!r}). {suggest(reduce, get_args(Reduce))}")
+        training = self.stage == "train"
+        if on_step and not training:
+            warnings.warn(
+                f"log({name!r}, on_step=True) in {self.stage}: evaluation has no steps of its own, so only the mean over "
+                "its data is recorded.", stacklevel=4,
+            )  # fmt: skip
+        is_step = training and on_step is not False
+        is_epoch = (not training) if on_epoch is None else on_epoch
+        metric = Metric(name, (on_step, on_epoch, reduce), is_step, is_epoch, reduce)
+        self.metrics[name] = metric
+        return metric
+
+    def _convert(self, metric: Metric, value: Any, batch_size: Any) -> tuple[Any, Any]:
+        """A number and its weight from the rarer kinds of values; None where an object keeps the value itself."""
+        torchmetrics = sys.modules.get("torchmetrics")
+        if torchmetrics is not None and isinstance(value, torchmetrics.Metric):
+            metric.source = value
+            return None, None
+        if isinstance(value, tuple) and len(value) == 2:
+            total, count = value
+            mean = total.detach() / count if isinstance(total, Tensor) else _quotient(total, count)
+            return mean, count.detach().clone() if isinstance(count, Tensor) else count
+        if isinstance(value, bool):
+            return int(value), batch_size
+        item = getattr(value, "item", None)
+        if callable(item) and getattr(value, "size", 1) == 1:  # a NumPy scalar or array of one element
+            return item(), batch_size
+        if isinstance(value, (int, float)):
+            return value, batch_size
+        raise MetricError(
+            f"log({metric.name!r}) of a {type(value).__name__}. Expected a number, a tensor of one element, a torchmetrics "
+            "object, or a pair (sum, count)."
+        )
+
+    def _weight(self, metric: Metric) -> int:
+        """The weight of a value where the batch's number of samples is not known."""
+        if isinstance(self.samples, AmbiguousBatchSizeError):
+            if metric.on_epoch and metric.reduce == "mean":
+                raise MetricError(f"log({metric.name!r}): {self.samples}") from self.samples
+            return 1
+        return 1
+
+    def step_values(self) -> dict[str, Any]:
+        """The values of the newest window for a step record, on their devices."""
+        found = {
+            f"{m.name}_step" if m.on_epoch else m.name: m.window_value(self.window)
+            for m in self.metrics.values()
+            if m.on_step
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def epoch_values(self) -> dict[str, Any]:
+        """The values over the epoch, on their devices; then begins anew."""
+        found: dict[str, Any] = {}
+        for metric in self.metrics.values():
+            if metric.on_epoch and (value := metric.epoch_value()) is not None:
+                name = f"{metric.name}_epoch" if metric.on_step else metric.name
+                found.update({f"{name}/{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value})
+        self.reset()
+        return found
+
+    def reset(self) -> None:
+        """Forget all values, as at the start of an epoch."""
+        for metric in self.metrics.values():
+            metric.reset()
+            if metric.source is not None:
+                metric.source.reset()

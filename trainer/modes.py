@@ -1,0 +1,38 @@
+"""Modes that hold while a run goes on and are put back at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from .sealed import preserved_modes
+
+
+@contextmanager
+def training_mode(task: nn.Module) -> Iterator[None]:
+    """Train the task inside; afterwards every module's `training` flag is as before, also after an exception.
+
+    A task that is in eval mode as a whole is switched to training. Where only parts of it are, they were frozen on
+    purpose, such as a batch norm, and stay so.
+    """
+    with preserved_modes(task):
+        if not task.training:
+            task.train()
+        yield
+
+
+@contextmanager
+def deterministic_algorithms(enabled: bool) -> Iterator[None]:
+    """Use torch's deterministic algorithms inside, or raise where it has none; afterwards as before."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    if enabled:
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        if enabled:
+            torch.use_deterministic_algorithms(before, warn_only=warns_only)

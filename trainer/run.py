@@ -1,0 +1,215 @@
+"""`Run`: everything that one call of `fit`, `validate`, `test` or `predict` works with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..callbacks.bus import Emit, Event
+from ..callbacks.callback import Callback, ControlFlow
+from ..callbacks.intervals import Schedule
+from ..callbacks.limits import Limits
+from ..callbacks.state import RunState
+from ..data.loader import PreparedLoader
+from ..data.window import Remainder, WindowReader
+from ..strategies.gradient_state import GradientState
+from ..strategies.optimizer import GatedOptimizer
+from ..strategies.precision import Precision
+from ..strategies.strategy import Strategy
+from ..trackers.group import TrackerGroup
+from .loss import WindowLoss
+from .metrics import MetricLog, to_numbers
+from .optimization import ScheduledRate
+from .task import Task
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+logger = logging.getLogger("loopwright")
+
+
+@dataclass(slots=True)
+class EvaluationData:
+    """The loaders of one stage of evaluation."""
+
+    loaders: dict[str, PreparedLoader]
+    """By the suffix that their metrics' names get; `""` for the only one."""
+    limits: list[int | None]
+    """Batches taken of each, None: all."""
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches of one pass, None where a loader has no length and no limit."""
+        total = 0
+        for loader, limit in zip(self.loaders.values(), self.limits, strict=True):
+            count = limit if loader.length is None else min(loader.length, loader.length if limit is None else limit)
+            if count is None:
+                return None
+            total += count
+        return total
+
+
+@dataclass(slots=True)
+class Training:
+    """What `fit` needs beyond an evaluation."""
+
+    loader: PreparedLoader
+    num_batches: int | None
+    """Micro-batches in an epoch, None where the loader has no length."""
+    batch_limit: int | None
+    """Micro-batches after which an epoch ends, None: all."""
+    window_size: int
+    remainder: Remainder
+    is_automatic: bool
+    optimizers: list[Optimizer]
+    gated: list[GatedOptimizer]
+    schedulers: list[ScheduledRate]
+    limits: Limits
+    clip_norm: float | None
+    clip_value: float | None
+    log_schedule: Schedule
+    val_schedule: Schedule
+    validation: EvaluationData | None
+    sanity_batches: int
+    parameters: list[nn.Parameter]
+    """Those that the optimizers train."""
+    counts_tokens: bool
+    """Whether the task reports the tokens of a batch."""
+    needs_tokens: bool
+    """Whether the token counter has to be exact at each step."""
+    moves: bool
+    """Whether batches have to be moved to the device."""
+    loss: WindowLoss = field(default_factory=WindowLoss)
+    reader: WindowReader | None = None
+    """The windows of the running epoch."""
+    carried: int = 0
+    """Micro-batches in a window that an epoch's end left open."""
+    wait_seconds: float = 0.0
+    """Time spent waiting for data in the passes that are over."""
+    tokens: Any = 0
+    """Tokens on the device that the counter does not have yet."""
+    validated_at: int = -1
+    """The micro-step of the newest validation."""
+    step_schedulers: list[ScheduledRate] = field(init=False)
+    epoch_schedulers: list[ScheduledRate] = field(init=False)
+    inner_limits: bool = field(init=False)
+    """Whether a limit may be reached inside an epoch."""
+
+    def __post_init__(self) -> None:
+        self.step_schedulers = [rate for rate in self.schedulers if rate.interval == "step"]
+        self.epoch_schedulers = [rate for rate in self.schedulers if rate.interval == "epoch"]
+        whole = self.limits.max_epochs is None or self.limits.max_epochs.amount == int(self.limits.max_epochs.amount)
+        self.inner_limits = not whole or self.limits.max_steps is not None or self.limits.max_time is not None
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of a task. The loops are free functions over it; the Trainer shows parts of it."""
+
+    trainer: Trainer
+    task: Task
+    model: nn.Module
+    """The task as the strategy wrapped it."""
+    events: dict[Event, Emit | None]
+    state: RunState
+    strategy: Strategy
+    trackers: TrackerGroup
+    metrics: MetricLog
+    """What is logged in training."""
+    log: MetricLog
+    """What is logged in the stage that runs: training's, or that of the evaluation inside it."""
+    step_function: Callable[..., Any]
+    """`training_step`, or the step of the evaluation."""
+    training: Training | None = None
+    error: BaseException | None = None
+    """The exception that is ending the run."""
+    stop_reason: str | None = None
+    warned_of_samples: bool = False
+    updated: dict[str, int] = field(default_factory=dict)
+    """The micro-step at which each metric got its newest value."""
+
+    @property
+    def precision(self) -> Precision:
+        """The number formats of a step."""
+        return self.strategy.precision
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the current micro-batch stands in its window."""
+        return self.strategy.gradient_state
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.strategy.device
+
+    def emit(self, event: Event, *values: Any) -> None:
+        """Fire an event outside the hot path."""
+        if emit := self.events[event]:
+            emit(*values)
+
+    def stop(self, reason: str) -> None:
+        """Ask for an orderly end at the next step boundary; the first reason stands."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the callbacks, once, of the exception that is ending the run. Control flow is none."""
+        if self.error is None and not isinstance(error, ControlFlow):
+            self.error = error
+            self.finish_despite(error, Callback.on_exception, error)
+
+    def finish_despite(self, error: BaseException, event: Event, *values: Any) -> None:
+        """Fire an end event while `error` is on its way out: it stays the run's error, whatever else fails."""
+        try:
+            self.emit(event, *values)
+        except Exception as another:
+            error.add_note(f"then {event.__name__} failed as well: {type(another).__name__}: {another}")
+            logger.error("%s failed while the run was ending", event.__name__, exc_info=another)
+
+    @contextmanager
+    def paired(self, start: Event, end: Event, end_values: Callable[[], Sequence[Any]] = tuple) -> Iterator[None]:
+        """Fire a start event, and its end event however the body ends.
+
+        Args:
+            start: fired first.
+            end: fired last; also when `start` or the body raises.
+            end_values: gives the values of the end event.
+        """
+        try:
+            self.emit(start)
+            yield
+        except BaseException as error:
+            self.fail(error)
+            self.finish_despite(error, end, *end_values())
+            raise
+        self.emit(end, *end_values())
+
+    def record(self, values: Mapping[str, Any]) -> dict[str, float]:
+        """Make one record of logged values: bring them to the host, show them to callbacks, send them to the trackers."""
+        self.settle_tokens()
+        metrics = to_numbers(values)
+        step = self.state.step
+        metrics["epoch"] = self.state.epochs_done
+        self.emit(Callback.on_log, metrics, step)
+        self.trackers.log(metrics, step)
+        self.remember(metrics)
+        return metrics
+
+    def settle_tokens(self) -> None:
+        """Bring the tokens that were counted on the device into the counter."""
+        if self.training is not None and isinstance(self.training.tokens, Tensor):
+            self.state.tokens += int(self.training.tokens.item())
+            self.training.tokens = 0
+
+    def remember(self, metrics: Mapping[str, float]) -> None:
+        """Make these the newest values."""
+        self.trainer.metrics.update(metrics)
+        self.updated.update(dict.fromkeys(metrics, self.state.micro_step))

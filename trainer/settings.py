@@ -1,0 +1,128 @@
+"""The Trainer's settings, read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from ..callbacks.intervals import Duration, Interval
+from ..callbacks.limits import Limits
+from ..data.window import Remainder
+from ..distributed.errors import ConfigError, suggest
+from ..strategies.gradient_state import check_num_steps
+from .loaders import read_batch_limits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What the arguments of `Trainer` mean; see there."""
+
+    limits: Limits
+    accumulate: int
+    remainder: Remainder
+    clip_norm: float | None
+    clip_value: float | None
+    val_interval: Interval
+    log_interval: Interval
+    sanity_val_batches: int
+    batch_limits: Mapping[str, int | float]
+    overfit_batches: int | None
+    is_fast_dev_run: bool
+    compiles: bool
+    seed: int | None
+    is_deterministic: bool
+    project_dir: Path
+    name: str | None
+
+    def __post_init__(self) -> None:
+        check_num_steps(self.accumulate, "accumulate")
+        if self.remainder not in get_args(Remainder):
+            raise ConfigError(
+                f"accumulate_across_epochs={self.remainder!r}. {suggest(self.remainder, get_args(Remainder))}"
+            )
+        for option, limit in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
+            if limit is not None and not (_is_number(limit) and limit > 0):
+                raise ConfigError(f"{option}={limit!r}. Expected a number above 0, or None to leave gradients as they are.")
+        _check_count("sanity_val_batches", self.sanity_val_batches, least=0)
+        if self.overfit_batches is not None:
+            _check_count("overfit_batches", self.overfit_batches, least=1)
+            if "train" in self.batch_limits:
+                raise ConfigError(
+                    f"overfit_batches={self.overfit_batches} and limit_batches for 'train' both limit the training batches. "
+                    "Give one of them."
+                )
+        if self.seed is not None and not (_is_integer(self.seed) and 0 <= self.seed < 2**32):
+            raise ConfigError(f"seed={self.seed!r}. Expected an integer from 0 to 2**32 - 1, or None.")
+        if self.name is not None and (not self.name or Path(self.name).name != self.name or self.name in (".", "..")):
+            raise ConfigError(f"name={self.name!r}. Expected the name of one folder, below project_dir.")
+
+    @classmethod
+    def read(
+        cls,
+        *,
+        limits: Limits,
+        devices: int | str,
+        num_nodes: int,
+        fast_dev_run: bool | int,
+        val_every: Any,
+        log_every: Any,
+        limit_batches: Any,
+        **others: Any,
+    ) -> Settings:
+        """The settings of the arguments.
+
+        Raises:
+            ConfigError: one can't be used; says which, and what is accepted.
+        """
+        _check_one_device(devices, num_nodes)
+        val_interval = Interval.parse(val_every, unit="steps", option="val_every")
+        batch_limits = read_batch_limits(limit_batches)
+        sanity = others.pop("sanity_val_batches")
+        num_tried = _read_fast_dev_run(fast_dev_run)
+        if num_tried:
+            limits = Limits(max_epochs=Duration(1, "epochs"))
+            batch_limits = {**read_batch_limits(num_tried), **{s: 0 for s, n in batch_limits.items() if n == 0}}
+            val_interval = Interval.parse("1 epoch", unit="steps", option="val_every")
+            sanity = 0
+        return cls(
+            limits=limits,
+            remainder=others.pop("accumulate_across_epochs"),
+            val_interval=val_interval,
+            log_interval=Interval.parse(log_every, unit="steps", option="log_every"),
+            sanity_val_batches=sanity,
+            batch_limits=batch_limits,
+            is_fast_dev_run=bool(num_tried),
+            compiles=others.pop("compile"),
+            is_deterministic=others.pop("deterministic"),
+            project_dir=Path(others.pop("project_dir")),
+            **others,
+        )
+
+
+def _read_fast_dev_run(value: bool | int) -> int:
+    if isinstance(value, bool):
+        return int(value)
+    _check_count("fast_dev_run", value, least=0)
+    return value
+
+
+def _check_one_device(devices: int | str, num_nodes: int) -> None:
+    if devices not in ("auto", 1, "1") or isinstance(devices, bool):
+        raise ConfigError(f"devices={devices!r}. This version trains on one device: leave it out, or give 'auto' or 1.")
+    if num_nodes != 1 or isinstance(num_nodes, bool):
+        raise ConfigError(f"num_nodes={num_nodes!r}. This version trains on one machine: leave it out, or give 1.")
+
+
+def _check_count(option: str, value: object, least: int) -> None:
+    if not _is_integer(value) or value < least:  # type: ignore[operator]
+        raise ConfigError(f"{option}={value!r}. Expected an integer >= {least}.")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

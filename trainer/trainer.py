@@ -1,0 +1,428 @@
+"""`Trainer`: runs a task."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..callbacks.callback import Callback
+from ..callbacks.functional import FilteredFunction, find_event
+from ..callbacks.limits import Limits
+from ..callbacks.order import sort_callbacks
+from ..callbacks.state import RunState
+from ..checkpoint.weights import save_weights
+from ..data.window import Remainder
+from ..distributed.errors import ConfigError, suggest
+from ..distributed.process import ProcessState
+from ..distributed.random import set_seed
+from ..strategies.optimizer import GatedOptimizer
+from ..strategies.precision import Precision
+from ..strategies.strategy import Strategy
+from ..trackers.registry import create_trackers
+from ..trackers.tracker import RunInfo, Status, Tracker
+from . import loop
+from .accelerator import Accelerator
+from .evaluation import PREDICT, TEST, VALIDATION, Stage, evaluate, predict
+from .modes import deterministic_algorithms, training_mode
+from .plan import Plan, make_plan
+from .run import Run
+from .settings import Settings
+from .setup import check_task, prepare_evaluation, prepare_training, rebind, start_run
+from .task import Task
+
+
+class Trainer:
+    """Runs a task: trains, validates, tests and predicts with it.
+
+    Args:
+        max_epochs: epochs to train; a fraction ends inside an epoch.
+        max_steps: applied optimizer steps to train, or another unit: `"1M tokens"`, `"50000 samples"`.
+        max_time: wall-clock time to train: `"30 min"`, seconds, or a timedelta. The first limit that is reached ends
+            the run; one of the three is needed, or `fast_dev_run`.
+        strategy: how a step is carried out: a word (`"auto"`, `"single"`), a mapping with `"name"` and options, or an
+            object.
+        devices: how many devices of this machine to use; `"auto"`, or 1.
+        num_nodes: how many machines take part; 1.
+        precision: `"no"`, `"bf16"` or `"fp16"` (forward and backward under autocast).
+        compile: compile the task's modules by `torch.compile`; keys of the state stay as they are.
+        accumulate: micro-batches per optimizer step.
+        accumulate_across_epochs: what becomes of a window that an epoch's end cuts: `"flush"` steps on it, with its
+            exact mean; `"carry"` goes on with it in the next epoch; `"drop"` leaves its batches out.
+        clip_norm: the largest global norm that gradients keep.
+        clip_value: the largest magnitude that an element of a gradient keeps.
+        val_every: when to validate; a bare number counts optimizer steps. None: never.
+        sanity_val_batches: validation batches tried before training.
+        limit_batches: batches per pass: a number, a fraction, or these by stage (`"train"`, `"val"`, `"test"`,
+            `"predict"`).
+        overfit_batches: train on the same first batches in every epoch, and validate on them.
+        fast_dev_run: try everything with one batch (or so many) of each stage; no tracker, no file.
+        callbacks: they run in the order that they declare, and else as given.
+        trackers: where metrics go: words, objects, or a list of these; False for none.
+        progress: show a progress bar.
+        log_every: when values of steps become a record; a bare number counts optimizer steps.
+        seed: seeds Python, NumPy and torch, here and again when a run begins.
+        deterministic: use deterministic algorithms while a run goes on, or fail where torch has none.
+        project_dir: the folder of all runs.
+        name: the run's name and folder below `project_dir`; by default the task's name and the time.
+    Raises:
+        ConfigError: an argument can't be used; says what is accepted.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_epochs: int | float | str | None = None,
+        max_steps: int | str | None = None,
+        max_time: str | float | datetime.timedelta | None = None,
+        strategy: str | dict[str, Any] | Strategy = "auto",
+        devices: int | str = "auto",
+        num_nodes: int = 1,
+        precision: str | Precision = "no",
+        compile: bool = False,
+        accumulate: int = 1,
+        accumulate_across_epochs: Remainder = "flush",
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        val_every: int | str | list[int | str] | None = "1 epoch",
+        sanity_val_batches: int = 2,
+        limit_batches: int | float | dict[str, int | float] | None = None,
+        overfit_batches: int | None = None,
+        fast_dev_run: bool | int = False,
+        callbacks: Callback | Sequence[Callback] = (),
+        trackers: str | bool | Tracker | list[str | Tracker] | None = "tensorboard",
+        progress: bool = True,
+        log_every: int | str | list[int | str] = "50 steps",
+        seed: int | None = None,
+        deterministic: bool = False,
+        project_dir: str | Path = "runs",
+        name: str | None = None,
+    ) -> None:
+        self.config: dict[str, Any] = {
+            key: value for key, value in locals().items() if key not in ("self", "callbacks", "trackers", "__class__")
+        }
+        """The arguments, as trackers are told of them; the command line adds the rest of its file."""
+        self.settings = Settings.read(
+            limits=Limits.parse(max_epochs, max_steps, max_time), devices=devices, num_nodes=num_nodes, compile=compile,
+            accumulate=accumulate, accumulate_across_epochs=accumulate_across_epochs, clip_norm=clip_norm,
+            clip_value=clip_value, val_every=val_every, sanity_val_batches=sanity_val_batches, limit_batches=limit_batches,
+            overfit_batches=overfit_batches, fast_dev_run=fast_dev_run, log_every=log_every, seed=seed,
+            deterministic=deterministic, project_dir=project_dir, name=name,
+        )  # fmt: skip
+        if seed is not None:
+            set_seed(seed)  # so that a task which is built after the Trainer has the same weights each time
+        self.accelerator = Accelerator(
+            mixed_precision=precision, gradient_accumulation_steps=accumulate, strategy=strategy
+        )
+        self._callbacks = sort_callbacks(_with_progress(callbacks, progress))
+        self.functions: list[FilteredFunction] = []
+        """What `on` registered."""
+        is_silent = self.settings.is_fast_dev_run or not self.process.is_main_process
+        self.tracker_group = create_trackers(trackers, enabled=not is_silent)
+        self.metrics: dict[str, float] = {}
+        """The newest value of each metric, as plain numbers."""
+        self.progress_metrics: dict[str, Any] = {}
+        """The newest values that were logged with `progress_bar=True`, on their devices: reading one may wait."""
+        self.state = RunState()
+        self._run: Run | None = None
+        self._last_run: Run | None = None
+        self._run_directory: Path | None = None
+        self._used_directories: set[Path] = set()
+
+    # Running a task.
+
+    def fit(self, task: Task, train: Any = None, val: Any = None) -> None:
+        """Train a task. Each call is a run of its own: counters begin at 0, the task's weights go on.
+
+        Args:
+            task: what to train.
+            train: any iterable of batches; or a mapping or list of loaders, read as one; by default the task's
+                `train_dataloader()`.
+            val: the same for validation, where several loaders are validated one after another.
+        Raises:
+            ConfigError, TaskError, DataError: before anything runs, when something is missing or contradicts itself.
+        """
+        with self._running(task, "train") as run:
+            training = run.training = prepare_training(run, self.settings, train, val)
+            with training_mode(run.task):
+                loop.fit(run, training)
+
+    def validate(self, task: Task, data: Any = None) -> dict[str, float]:
+        """Evaluate a task by its `validation_step`. Returns the means of what it logged, by name."""
+        return self._evaluate(task, VALIDATION, data)
+
+    def test(self, task: Task, data: Any = None) -> dict[str, float]:
+        """Evaluate a task by its `test_step`. Returns the means of what it logged, by name."""
+        return self._evaluate(task, TEST, data)
+
+    def predict(
+        self, task: Task, data: Any = None, *, writer: Callable[[Any, Any, int], None] | None = None
+    ) -> list[Any]:
+        """The outputs of the task's `predict_step`, one per batch in the order of the data.
+
+        Args:
+            task: what predicts.
+            data: any iterable of batches; by default the task's `predict_dataloader()`.
+            writer: is given each batch's outputs, the batch and its index; nothing is kept in memory then, and the
+                returned list is empty.
+        """
+        with self._running(task, "predict") as run:
+            found = prepare_evaluation(run, self.settings, PREDICT, data)
+            return predict(run, found, writer)
+
+    def plan(self, task: Task, train: Any = None, val: Any = None) -> Plan:
+        """What `fit` with these arguments will do, without doing it: `print(trainer.plan(task, train, val))`."""
+        return make_plan(self, task, train, val)
+
+    def _evaluate(self, task: Task, stage: Stage, data: Any) -> dict[str, float]:
+        with self._running(task, stage.name) as run:
+            found = prepare_evaluation(run, self.settings, stage, data)
+            return evaluate(run, stage, found)
+
+    @contextmanager
+    def _running(self, task: Task, stage: str) -> Iterator[Run]:
+        """One run from `on_setup` to `on_teardown`, its trackers open, with everything put back at its end."""
+        check_task(task)
+        if self._run is not None:
+            raise ConfigError(
+                f"this Trainer is running {self._run.state.stage} of {type(self._run.task).__name__} already. Use another "
+                "Trainer inside it."
+            )
+        if self.settings.seed is not None:
+            set_seed(self.settings.seed)
+        run = self._begin(task, stage)
+        try:
+            with deterministic_algorithms(self.settings.is_deterministic):
+                with run.paired(Callback.on_setup, Callback.on_teardown):
+                    run.trackers.start(self._run_info(), self._tracker_config(task))
+                    yield run
+        finally:
+            self._finish(run)
+
+    def _begin(self, task: Task, stage: str) -> Run:
+        run = start_run(self, task, stage)
+        if stage == "train":
+            self.metrics.clear()
+            self._run_directory = self._new_directory(task)
+        elif self._last_run is not None:
+            run.state.adopt(self._last_run.state)  # an evaluation after training belongs to its last step
+        self.progress_metrics.clear()
+        self.state = run.state
+        self._run = run
+        task.__dict__["_trainer"], task.__dict__["_log"] = self, run.log.log
+        return run
+
+    def _finish(self, run: Run) -> None:
+        if run.training is not None:
+            self._last_run = run
+        status: Status = "success"
+        if run.error is not None:
+            status = "interrupted" if isinstance(run.error, KeyboardInterrupt) else "failed"
+        run.trackers.finish(status)
+        for name in ("_trainer", "_log"):
+            run.task.__dict__.pop(name, None)
+        run.state.pause()
+        self._run = None
+
+    # Steering a run.
+
+    def stop(self, reason: str) -> None:
+        """Ask the run for an orderly end at the next step boundary."""
+        if self._run is not None:
+            self._run.stop(reason)
+
+    def on(self, event: str, function: Callable[..., Any] | None = None, **filters: Any) -> Any:
+        """Call a function at an event: `trainer.on("step", report, every=100)`, or as a decorator.
+
+        Args:
+            event: its name, with or without `on_`.
+            function: called with the trainer, the task and the event's values.
+            filters: `every`, `once`, `before`, `after` and `when`, as `FilteredFunction` describes them.
+        Returns:
+            The function; without one, a decorator.
+        Raises:
+            ConfigError: there is no such event or filter.
+        """
+        if function is None:
+            return lambda decorated: self.on(event, decorated, **filters)
+        known = ("every", "once", "before", "after", "when")
+        for name in filters:
+            if name not in known:
+                raise ConfigError(f"trainer.on(..., {name}=) is unknown. {suggest(name, known)}")
+        handler = FilteredFunction(find_event(event), function, **filters)
+        self.functions.append(handler)
+        if self._run is not None:
+            handler.reset(self._run.state)
+            rebind(self._run)
+        return function
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        """Record a metric from a callback; as `Task.log`."""
+        self._active("log").log.log(name, value, **options)
+
+    def manual_backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backward in manual optimization; as `Task.manual_backward`."""
+        run = self._active("manual_backward")
+        with torch.autocast(run.device.type, enabled=False) if run.precision.autocasts else nullcontext():
+            loop.backward(run, loss, **kwargs)
+
+    def save_model(self, path: str | Path) -> Path:
+        """Write the task's weights as safetensors, whole or not at all.
+
+        Args:
+            path: of the file, or of a folder that gets `model.safetensors`.
+        Returns:
+            The file's path.
+        """
+        return save_weights(self.unwrapped_model(), path)
+
+    # What there is to read.
+
+    @property
+    def callbacks(self) -> Sequence[Callback]:
+        """All callbacks in the order in which they run."""
+        return tuple(self._callbacks)
+
+    @property
+    def process(self) -> ProcessState:
+        """This process and its place among others."""
+        return self.accelerator.state
+
+    @property
+    def strategy(self) -> Strategy:
+        """How a step is carried out."""
+        return self.accelerator.strategy
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.accelerator.device
+
+    @property
+    def error(self) -> BaseException | None:
+        """The exception that is ending the run, or that ended the last one."""
+        run = self._run or self._last_run
+        return None if run is None else run.error
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run was asked to end, None while it was not."""
+        run = self._run or self._last_run
+        return None if run is None else run.stop_reason
+
+    @property
+    def model(self) -> nn.Module:
+        """The task as the strategy wrapped it."""
+        return self._newest("model").model
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The torch optimizers of the training, in the order of `configure_optimizers`."""
+        training = self._newest("optimizers").training
+        return [] if training is None else training.optimizers
+
+    @property
+    def gated_optimizers(self) -> Sequence[GatedOptimizer]:
+        """The optimizers as `Task.optimizers` gives them."""
+        training = self._newest("gated_optimizers").training
+        return [] if training is None else training.gated
+
+    @property
+    def schedulers(self) -> Sequence[Any]:
+        """The learning-rate schedulers of the training."""
+        training = self._newest("schedulers").training
+        return [] if training is None else [rate.scheduler for rate in training.schedulers]
+
+    @property
+    def limits(self) -> Limits:
+        """How long a training goes on."""
+        return self.settings.limits
+
+    @property
+    def window_size(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.settings.accumulate
+
+    @property
+    def is_fast_dev_run(self) -> bool:
+        """Whether this only tries everything."""
+        return self.settings.is_fast_dev_run
+
+    @property
+    def num_validation_batches(self) -> int | None:
+        """Batches of one validation, None without one or where a loader has no length."""
+        run = self._run
+        if run is None or run.training is None or run.training.validation is None:
+            return None
+        return run.training.validation.num_batches
+
+    @property
+    def data_wait_seconds(self) -> float:
+        """Time that the training has spent waiting for data."""
+        training = self._newest("data_wait_seconds").training
+        if training is None:
+            return 0.0
+        return training.wait_seconds + (training.reader.wait_seconds if training.reader else 0.0)
+
+    @property
+    def run_directory(self) -> Path:
+        """Where the run's files go; who writes there creates it. Before the first `fit`, where an evaluation's go."""
+        if self._run_directory is None:
+            task = None if self._run is None else self._run.task
+            self._run_directory = self._new_directory(task)
+        return self._run_directory
+
+    def unwrapped_model(self) -> nn.Module:
+        """The task without what strategy and compiler put around it."""
+        return self.strategy.unwrap(self._newest("unwrapped_model").model)
+
+    def _active(self, what: str) -> Run:
+        if self._run is None:
+            raise ConfigError(f"trainer.{what} outside of fit, validate, test and predict.")
+        return self._run
+
+    def _newest(self, what: str) -> Run:
+        run = self._run or self._last_run
+        if run is None:
+            raise ConfigError(f"trainer.{what} before the first run: call fit, validate, test or predict.")
+        return run
+
+    def _new_directory(self, task: Task | None) -> Path:
+        name = self.settings.name
+        base = name or f"{'run' if task is None else type(task).__name__.lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = self.settings.project_dir / base
+        number = 1
+        while folder in self._used_directories or (name is None and folder.exists()):
+            number += 1
+            folder = self.settings.project_dir / f"{base}-{number}"
+        self._used_directories.add(folder)
+        return folder
+
+    def _run_info(self) -> RunInfo:
+        folder = self.run_directory
+        return RunInfo(name=folder.name, project=self.settings.project_dir.name or "loopwright", directory=folder)
+
+    def _tracker_config(self, task: Task) -> dict[str, Any]:
+        return {"task": {"class": type(task).__name__, **task.hparams}, "trainer": self.config}
+
+
+def _with_progress(callbacks: Callback | Sequence[Callback], progress: bool) -> list[Callback]:
+    """The callbacks as a list, with a progress bar if there is to be one."""
+    found = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+    for callback in found:
+        if not isinstance(callback, Callback):
+            raise ConfigError(
+                f"callbacks holds {callback!r}, which is no Callback. Pass objects, such as EarlyStopping('val/loss')."
+            )
+    if not progress:
+        return found
+    from ..callbacks.progress import ProgressBar
+
+    return found if any(isinstance(c, ProgressBar) for c in found) else [*found, ProgressBar()]
