@@ -15,6 +15,7 @@ ROOMS  := trainer callbacks trackers inference strategies checkpoint data distri
 
 demo: $(VENV)/.installed-recipes
 	$(BIN)/loopwright fit recipes/digits/digits.yaml
+	$(BIN)/loopwright test recipes/digits/digits.yaml --weights runs/digits/checkpoints/best.safetensors
 
 test: $(VENV)/.installed-dev
 	$(BIN)/pytest -m "not slow and not gpu"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from .callback import Callback, ControlFlow
@@ -38,12 +38,17 @@ def bind(
     """
     handlers: dict[Event, list[Handler]] = {event: [] for event in EVENTS.values()}
     for callback in callbacks:
-        for name, event in EVENTS.items():
-            if getattr(type(callback), name) is not event or name in vars(callback):
-                handlers[event].append(getattr(callback, name))
+        for name in overridden(callback):
+            handlers[EVENTS[name]].append(getattr(callback, name))
     for event, function in functions:
         handlers[event].append(function)
     return {event: _emitter(event, found, trainer, task) if found else None for event, found in handlers.items()}
+
+
+def overridden(callback: Callback) -> list[str]:
+    """The names of the events that a callback handles, in the order of firing."""
+    own = vars(callback)
+    return [name for name, event in EVENTS.items() if getattr(type(callback), name) is not event or name in own]
 
 
 def _emitter(event: Event, handlers: Sequence[Handler], trainer: Any, task: Any) -> Emit:
@@ -67,7 +72,7 @@ def _emitter(event: Event, handlers: Sequence[Handler], trainer: Any, task: Any)
                 handler(trainer, task, *values)
             except ControlFlow as steering:
                 failure = failure or steering
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - raised again when the others have been called
                 _note(error, handler, name, trainer)
                 if failure is None or isinstance(failure, ControlFlow):
                     failure = error
@@ -89,9 +94,3 @@ def _owner(handler: Handler) -> str:
     if owner is not None:
         return type(owner).__name__
     return str(getattr(handler, "label", getattr(handler, "__qualname__", handler)))
-
-
-def fire(events: Mapping[Event, Emit | None], event: Event, *values: Any) -> None:
-    """Fire an event outside the hot loop."""
-    if emit := events[event]:
-        emit(*values)

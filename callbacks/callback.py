@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..strategies.outcome import StepOutcome
+    from .intervals import Interval
     from .view import TaskView, TrainerView
 
 
@@ -38,7 +39,7 @@ class ControlFlow(Exception):  # noqa: N818 - these three are control flow, not 
 
 
 class SkipBatch(ControlFlow):
-    """Raise it before a batch's backward: the batch counts as one without a loss. In `on_before_step` it drops the step."""
+    """Raise it before a batch's backward to leave the batch out, or in `on_before_step` to drop the step."""
 
 
 class EndEpoch(ControlFlow):
@@ -66,6 +67,11 @@ class Callback:
     """Classes (or their names) that this callback runs before."""
     after: Sequence[type[Callback] | str] = ()
     """Classes (or their names) that this callback runs after."""
+
+    @property
+    def schedule(self) -> Interval | None:
+        """When this callback does its main work, where an interval says so: the plan of a run shows it."""
+        return None
 
     @property
     def state_key(self) -> str:
@@ -100,7 +106,7 @@ class Callback:
         """After backward; gradients may still be scaled (fp16) and belong to an open window."""
 
     def on_before_step(self, trainer: TrainerView, task: TaskView, optimizer: Optimizer) -> None:
-        """Gradients are whole, unscaled and clipped; they may be read or changed. `SkipBatch` drops this optimizer step."""
+        """Gradients are whole, unscaled and clipped; they may be read or changed. `SkipBatch` drops the step."""
 
     def on_step(self, trainer: TrainerView, task: TaskView, outcome: StepOutcome) -> None:
         """After the optimizer step, with `APPLIED` or `SKIPPED`; `state.step` is up to date, gradients still exist."""
@@ -109,7 +115,7 @@ class Callback:
         """A micro-batch is done; `outputs` is what `training_step` returned."""
 
     def on_validation_start(self, trainer: TrainerView, task: TaskView) -> None:
-        """Validation begins, in eval mode and without gradients. The few batches tried before training fire no events."""
+        """Validation begins, in eval mode and without gradients. What is tried before training fires no event."""
 
     def on_validation_batch_start(self, trainer: TrainerView, task: TaskView, batch: Any, batch_idx: int) -> None:
         """Before `validation_step`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from .file_names import SUFFIX, FileName
 from .intervals import Interval, IntervalLike, Schedule
 from .kept_files import KeptFiles, SavedFile
 from .monitor import Mode, Monitor
+from .own_files import OwnFiles
 
 if TYPE_CHECKING:
     from ..strategies.outcome import StepOutcome
@@ -60,7 +60,9 @@ class ModelCheckpoint(Callback):
         save_on_exception: bool = True,
     ) -> None:
         if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < -1:
-            raise ConfigError(f"ModelCheckpoint(top_k={top_k!r}). Expected a number of files, -1 for all, or 0 for none.")
+            raise ConfigError(
+                f"ModelCheckpoint(top_k={top_k!r}). Expected a number of files, -1 for all, or 0 for none."
+            )
         if not last and top_k == 0:
             raise ConfigError("ModelCheckpoint(top_k=0, last=False) saves nothing. Keep one of them, or leave it out.")
         self.interval = Interval.parse(every, unit="steps", option="ModelCheckpoint(every)")
@@ -79,9 +81,10 @@ class ModelCheckpoint(Callback):
 
     def _begin(self) -> None:
         self._kept = KeptFiles(self.top_k, self._monitor)
-        self._written: set[Path] = set()
+        self._own = OwnFiles("ModelCheckpoint")
         self._schedule: Schedule | None = None
         self._has_stepped = False
+        self._has_warned = False
         self._last_step = 0
         self.last_path: Path | None = None
         """The newest `last` file, None before it is written."""
@@ -106,6 +109,8 @@ class ModelCheckpoint(Callback):
             self._begin()
         self._is_restored = False
         self._is_active = not trainer.is_fast_dev_run
+        self._has_warned = False
+        self._last_step = trainer.state.step
         self._schedule = Schedule(self.interval, trainer.state)
         if self._monitor is not None:
             self._monitor.start()
@@ -147,10 +152,9 @@ class ModelCheckpoint(Callback):
 
     def _save_last(self, trainer: TrainerView) -> None:
         step = trainer.state.step
-        if not self.last or step == self._last_step:  # also before the first step: there is nothing to keep yet
+        if not self.last or step == self._last_step:  # written already, or nothing was trained yet
             return
-        older = self.last_path
-        path = older if older is not None and self._is_ours(trainer, older) else self._free_path(trainer, "last" + SUFFIX)
+        path = self._path(trainer, "last" + SUFFIX, self.last_path)
         if self._save(trainer, path):
             self.last_path, self._last_step = path, step
 
@@ -166,56 +170,44 @@ class ModelCheckpoint(Callback):
     def _keep(self, trainer: TrainerView, score: float | None, metrics: Mapping[str, float]) -> None:
         name = self._name.format(trainer.state, metrics)
         older = self._kept.files[0].path if self._name.is_fixed and self.top_k == 1 and self._kept.files else None
-        path = older if older is not None and self._is_ours(trainer, older) else self._free_path(trainer, name)
+        path = self._path(trainer, name, older)
         if not self._save(trainer, path):
             return
         for file in self._kept.add(SavedFile(path, trainer.state.step, score)):
-            self._remove(trainer, file.path)
+            if trainer.process.is_main_process:
+                self._own.remove(file.path, self._folder(trainer))
 
     def _save(self, trainer: TrainerView, path: Path) -> bool:
         bad = find_nonfinite_weight(trainer.unwrapped_model())
         if bad is not None:
-            warnings.warn(
-                f"ModelCheckpoint: {bad!r} is not finite at step {trainer.state.step}; nothing is written, and the files "
-                "of earlier steps stay. NaNGuard finds where this begins.",
-                stacklevel=2,
-            )
+            self._warn_of(bad, trainer.state.step)
             return False
         trainer.save_model(path)
-        self._written.add(path)
+        self._own.paths.add(path)
         return True
 
-    def _directory(self, trainer: TrainerView) -> Path:
-        return (self.directory or trainer.run_directory / "checkpoints").absolute()
-
-    def _is_ours(self, trainer: TrainerView, path: Path) -> bool:
-        """Whether this run wrote it to where it writes now; after a resume elsewhere the older folder is left alone."""
-        return path in self._written and path.parent == self._directory(trainer)
-
-    def _free_path(self, trainer: TrainerView, name: str) -> Path:
-        """A path that no file has, neither of this run nor of another."""
-        directory = self._directory(trainer)
-        stem = name.removesuffix(SUFFIX)
-        names = itertools.chain([name], (f"{stem}-v{number}{SUFFIX}" for number in itertools.count(2)))
-        path = next(directory / candidate for candidate in names if not (directory / candidate).exists())
-        if path.name != name and directory / name not in self._written:
+    def _warn_of(self, weight: str, step: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(
-                f"ModelCheckpoint: {str(directory / name)!r} is of another run; this run writes {path.name!r} beside it.",
+                f"ModelCheckpoint: {weight!r} is not finite at step {step}; nothing is written as long as this lasts, "
+                "and the files of earlier steps stay. NaNGuard finds where it begins.",
                 stacklevel=2,
             )
-        return path
 
-    def _remove(self, trainer: TrainerView, path: Path) -> None:
-        if self._is_ours(trainer, path) and trainer.process.is_main_process:
-            path.unlink(missing_ok=True)
-            self._written.discard(path)
+    def _path(self, trainer: TrainerView, name: str, older: Path | None) -> Path:
+        """Where a file goes: in the place of its older one, or where no file is."""
+        folder = self._folder(trainer)
+        return older if older is not None and self._own.has(older, folder) else self._own.free_path(folder, name)
+
+    def _folder(self, trainer: TrainerView) -> Path:
+        return (self.directory or trainer.run_directory / "checkpoints").absolute()
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "kept": self._kept.state_dict(),
-            "written": sorted(str(path) for path in self._written),
+            "written": sorted(map(str, self._own.paths)),
             "last_path": None if self.last_path is None else str(self.last_path),
-            "last_step": self._last_step,
             "monitor": None if self._monitor is None else self._monitor.state_dict(),
         }
 
@@ -223,9 +215,8 @@ class ModelCheckpoint(Callback):
         self._begin()
         for file in self._kept.load_state_dict(state["kept"]):
             warnings.warn(f"ModelCheckpoint: {str(file.path)!r} of step {file.step} is gone.", stacklevel=2)
-        self._written = {Path(path) for path in state["written"]}
+        self._own.paths = {Path(path) for path in state["written"]}
         self.last_path = None if state["last_path"] is None else Path(state["last_path"])
-        self._last_step = state["last_step"]
         if self._monitor is not None and state["monitor"] is not None:
             self._monitor.load_state_dict(state["monitor"])
         self._is_restored = True

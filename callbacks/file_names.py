@@ -27,7 +27,9 @@ class FileName:
         try:
             self._parts = list(string.Formatter().parse(template.removesuffix(SUFFIX)))
         except ValueError as error:
-            raise ConfigError(f"{self._option} can't be read: {error}. Expected text with fields, '{{step}}'.") from error
+            raise ConfigError(
+                f"{self._option} can't be read: {error}. Expected text with fields, '{{step}}'."
+            ) from error
         for literal, field, _, conversion in self._parts:
             if "/" in literal or "\\" in literal:
                 raise ConfigError(f"{self._option} names a folder. Choose the folder by directory=.")
@@ -35,8 +37,8 @@ class FileName:
                 raise ConfigError(f"{self._option} has a field without a name, or with '!'. Expected '{{step}}'.")
             if field is not None and field not in COUNTERS and not metrics_allowed:
                 raise ConfigError(
-                    f"{self._option} names {field!r}. Without monitor= no save has a new value of a metric, so that only "
-                    f"counters can be named. {suggest(field, COUNTERS)}"
+                    f"{self._option} names {field!r}. Without monitor= no save has a new value of a metric, so that "
+                    f"only counters can be named. {suggest(field, COUNTERS)}"
                 )
 
     @classmethod

@@ -19,7 +19,9 @@ from ..distributed.errors import ConfigError, suggest
 from .state import RunState
 
 Unit: TypeAlias = Literal["steps", "batches", "epochs", "samples", "tokens", "seconds"]
-IntervalLike: TypeAlias = "int | float | str | datetime.timedelta | Interval | Sequence[int | float | str | datetime.timedelta | Interval]"
+IntervalLike: TypeAlias = (
+    "int | float | str | datetime.timedelta | Interval | Sequence[int | float | str | datetime.timedelta | Interval]"
+)
 
 _UNITS: dict[str, tuple[Unit, float]] = {
     "step": ("steps", 1), "steps": ("steps", 1),
@@ -33,7 +35,9 @@ _UNITS: dict[str, tuple[Unit, float]] = {
     "day": ("seconds", 86400), "days": ("seconds", 86400),
 }  # fmt: skip
 _MULTIPLES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
-_PATTERN = re.compile(r"^\s*(?P<number>\d[\d_]*(\.\d+)?([eE][+-]?\d+)?|\.\d+)\s*(?P<multiple>[kKMGBT]?)\s*(?P<unit>[a-zA-Z]*)\s*$")
+_PATTERN = re.compile(
+    r"^\s*(?P<number>\d[\d_]*(\.\d+)?([eE][+-]?\d+)?|\.\d+)\s*(?P<multiple>[kKMGBT]?)\s*(?P<unit>[a-zA-Z]*)\s*$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +54,13 @@ class Duration:
     def __post_init__(self) -> None:
         whole = self.unit not in ("epochs", "seconds")
         if not self.amount > 0 or math.isinf(self.amount):
-            raise ConfigError(f"a duration of {self.amount:g} {self.unit} is empty or endless. Expected a number above 0.")
+            raise ConfigError(
+                f"a duration of {self.amount:g} {self.unit} is empty or endless. Expected a number above 0."
+            )
         if whole and self.amount != int(self.amount):
-            raise ConfigError(f"{self.amount:g} {self.unit} is not a whole number. Only epochs and times have fractions.")
+            raise ConfigError(
+                f"{self.amount:g} {self.unit} is not a whole number. Only epochs and times have fractions."
+            )
 
     @classmethod
     def parse(cls, value: int | float | str | datetime.timedelta | Duration, *, unit: Unit, option: str) -> Duration:
@@ -70,13 +78,16 @@ class Duration:
         if isinstance(value, datetime.timedelta):
             return _checked(value.total_seconds(), "seconds", option, value)
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-            raise ConfigError(f"{option}={value!r} is no duration. Expected a number of {unit} or a text such as '100 steps'.")
+            raise ConfigError(
+                f"{option}={value!r} is no duration. Expected a number of {unit} or a text such as '100 steps'."
+            )
         if not isinstance(value, str):
             return _checked(value, unit, option, value)
         match = _PATTERN.match(value)
         if match is None:
             raise ConfigError(
-                f"{option}={value!r} can't be read. Expected a number and a unit: '100 steps', '0.25 epoch', '1M tokens', '30 min'."
+                f"{option}={value!r} can't be read. Expected a number and a unit: '100 steps', '0.25 epoch', '1M "
+                "tokens', '30 min'."
             )
         number = float(match["number"].replace("_", "")) * _MULTIPLES[match["multiple"]]
         name = match["unit"]

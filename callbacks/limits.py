@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ..distributed.errors import ConfigError
@@ -51,10 +51,13 @@ class Limits:
             read("max_time", max_time, "seconds", ("seconds",)),
         )
 
-    @property
-    def durations(self) -> tuple[Duration, ...]:
-        """Those that are set."""
-        return tuple(d for d in (self.max_epochs, self.max_steps, self.max_time) if d is not None)
+    durations: tuple[Duration, ...] = field(init=False, default=())
+    """Those that are set."""
+
+    def __post_init__(self) -> None:
+        # Asked for at every step, so worked out once.
+        found = tuple(d for d in (self.max_epochs, self.max_steps, self.max_time) if d is not None)
+        object.__setattr__(self, "durations", found)
 
     def reached(self, state: RunState) -> Duration | None:
         """The limit that the run has reached, None while it may go on. Asked at step boundaries."""

@@ -88,7 +88,7 @@ class Monitor:
         return float(metrics[self.name])
 
     def at_epoch_end(self, trainer: TrainerView, metrics: Mapping[str, float]) -> float | None:
-        """The new value at the end of an epoch, None if there is none: it is a metric of validation, or the epoch was cut.
+        """The new value at the end of an epoch, None if there is none: validation logs it, or the epoch was cut.
 
         Raises:
             MetricError: the metric should be there by now and was never logged; lists those that were.
@@ -96,13 +96,13 @@ class Monitor:
         if trainer.error is not None or not trainer.state.epoch_ended or self._is_from_validation:
             return None
         if self.name not in self._recorded_at:
-            if self._has_validated or not trainer.has_validation:
+            if self._has_validated or trainer.num_validation_batches is None:
                 raise self._never_logged(trainer, metrics)
             return None  # validation was not due yet
         if self._recorded_at[self.name] != trainer.state.step:
             raise MetricError(
-                f"{self._owner}(monitor={self.name!r}): it is recorded for single steps, so that the epoch has no value "
-                "of it. Log it with on_epoch=True as well, and monitor the name with the ending '_epoch'."
+                f"{self._owner}(monitor={self.name!r}): it is recorded for single steps, so that the epoch has no "
+                "value of it. Log it with on_epoch=True as well, and monitor the name with the ending '_epoch'."
             )
         return float(metrics[self.name])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tqdm.std import tqdm
@@ -44,6 +46,7 @@ class BarDisplay:
         self._outer: tqdm[Any] | None = None
         self._inner: tqdm[Any] | None = None
         self._drawn: Work | None = None  # the work that the outer bar stands for
+        self._left: Work | None = None  # the work whose bar was left on the screen
         self._paused_seconds = 0.0  # of it, those which the bar's clock has left out already
 
     def start(self, state: RunState) -> None:
@@ -65,10 +68,12 @@ class BarDisplay:
             self.end(work, trainer)
 
     def end(self, work: Work, trainer: TrainerView) -> None:
-        """Draw the last state and leave it on the screen."""
+        """Draw the last state and leave it on the screen, once."""
+        if work is self._left:
+            return
         self._show_outer(work, trainer)
         _close(self._outer)
-        self._outer = None
+        self._outer, self._left = None, work
 
     def close(self) -> None:
         """Close what an exception left open."""
@@ -104,10 +109,22 @@ class BarDisplay:
 
     def _open(self, work: Work, *, position: int, leave: bool) -> tqdm[Any]:
         # miniters=0 and mininterval=0: each `update` draws.
-        return self._class(
+        columns = _columns(self._stream)
+        bar = self._class(
             desc=work.title, total=work.total, initial=work.initial, position=position, leave=leave, file=self._stream,
-            unit="batch", dynamic_ncols=True, miniters=0, mininterval=0,
+            unit="batch", ncols=columns, dynamic_ncols=columns is None, miniters=0, mininterval=0,
         )  # fmt: skip
+        _set_clock(bar, work)
+        return bar
+
+
+def _columns(stream: TextIO) -> int | None:
+    """The width that tqdm can't find: 80 on a terminal that says 0, as they do in some containers. None: it can."""
+    try:
+        width = os.get_terminal_size(stream.fileno()).columns
+    except OSError:  # not a terminal, or not a file: nothing to be asked
+        return None
+    return 80 if width == 0 else None
 
 
 def _begin_again(bar: tqdm[Any], work: Work) -> None:
@@ -116,6 +133,12 @@ def _begin_again(bar: tqdm[Any], work: Work) -> None:
     bar.total = work.total  # `reset` keeps the old one when it is given None
     bar.reset(total=work.total)
     bar.initial = bar.n = bar.last_print_n = work.initial
+    _set_clock(bar, work)
+
+
+def _set_clock(bar: tqdm[Any], work: Work) -> None:
+    """The work began before its bar was first drawn, and the rate counts from there."""
+    bar.start_t = bar.last_print_t = time.time() - work.seconds
 
 
 def _close(bar: tqdm[Any] | None) -> None:

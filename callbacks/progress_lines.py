@@ -32,7 +32,10 @@ class LineDisplay:
         self._schedule: Schedule | None = None
         self._last_time = time.monotonic()
         self._is_behind = False  # an epoch ended without its line
-        self.needs_every_batch = not self._counted.is_never
+        # Whole epochs are over in `finish`; what else counts may come due at any batch.
+        self.needs_every_batch = every.first or any(
+            d.unit != "epochs" or d.amount != int(d.amount) for d in self._counted.every
+        )
 
     def start(self, state: RunState) -> None:
         """Lay the interval over the run's counters."""
@@ -41,8 +44,11 @@ class LineDisplay:
 
     def show(self, work: Work, trainer: TrainerView) -> None:
         """Write a line if one is due. An epoch's last batch waits for `finish`, which knows the validation's values."""
-        waits = work.is_epoch and work.done == work.total
-        if not waits and self._is_due(trainer.state):
+        if not work.is_epoch:
+            due = self._is_due_by_time()  # the run's counters stand still
+        else:
+            due = work.done != work.total and self._is_due(trainer.state)
+        if due:
             self._write(work, trainer)
 
     def finish(self, work: Work, trainer: TrainerView) -> None:
@@ -66,7 +72,10 @@ class LineDisplay:
 
     def _is_due(self, state: RunState) -> bool:
         by_count = self._schedule is not None and self._schedule.is_due(state)
-        return by_count or time.monotonic() - self._last_time >= self._period
+        return by_count or self._is_due_by_time()
+
+    def _is_due_by_time(self) -> bool:
+        return time.monotonic() - self._last_time >= self._period
 
     def _write(self, work: Work, trainer: TrainerView) -> None:
         parts = [work.title, f"batch {work.done}" + ("" if work.total is None else f"/{work.total}")]

@@ -45,9 +45,14 @@ class Work:
         """Whether a batch was done since the last `lap`."""
         return self.done != self._marked_done
 
+    @property
+    def seconds(self) -> float:
+        """How long it has been running, evaluations left out."""
+        return time.monotonic() - self._started - self.paused_seconds
+
     def lap(self) -> float | None:
         """Batches per second since the last call, evaluations left out; None where nothing was done."""
-        seconds = time.monotonic() - self._started - self.paused_seconds
+        seconds = self.seconds
         batches, passed = self.done - self._marked_done, seconds - self._marked_seconds
         self._marked_done, self._marked_seconds = self.done, seconds
         return batches / passed if batches > 0 and passed > 0 else None

@@ -188,7 +188,7 @@ def _known_peak(trainer: TrainerView) -> float | None:
 def _compute_dtype(trainer: TrainerView) -> torch.dtype:
     """The autocast format, or else that of most of the model's parameters."""
     kind = trainer.device.type
-    with trainer.strategy.precision.autocast():
+    with trainer.autocast():
         if torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
     sizes: dict[torch.dtype, int] = {}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
 
     from ..distributed.process import ProcessState
     from .callback import Callback
@@ -43,10 +43,18 @@ class TrainerView(Protocol):
     """The counters of the run."""
     metrics: dict[str, float]
     """The newest value of each metric, by name, as plain numbers."""
-    error: BaseException | None
-    """The exception that is ending the run, None while all is well."""
-    stop_reason: str | None
-    """Why the run was asked to end, None while it was not."""
+    progress_metrics: dict[str, Any]
+    """The newest values that were logged with `progress_bar=True`, on their devices: reading one may wait."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """The exception that is ending the run, None while all is well."""
+        ...
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run was asked to end, None while it was not."""
+        ...
 
     @property
     def callbacks(self) -> Sequence[Callback]:
@@ -72,7 +80,9 @@ class TrainerView(Protocol):
         ...
 
     @property
-    def schedulers(self) -> Sequence[LRScheduler]: ...
+    def schedulers(self) -> Sequence[Any]:
+        """The learning-rate schedulers of the training."""
+        ...
 
     @property
     def limits(self) -> Limits:
@@ -90,6 +100,20 @@ class TrainerView(Protocol):
     @property
     def num_validation_batches(self) -> int | None:
         """Batches of one validation, None without validation or where a loader has no length."""
+        ...
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether the run validates."""
+        ...
+
+    @property
+    def data_wait_seconds(self) -> float:
+        """Time that the training has spent waiting for data."""
+        ...
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context in which the run's forward passes are."""
         ...
 
     @property
@@ -113,4 +137,6 @@ class TrainerView(Protocol):
         """The task without what strategy and compiler put around it."""
         ...
 
-    on: Callable[..., Any]
+    def on(self, event: str, function: Callable[..., Any] | None = None, **filters: Any) -> Any:
+        """Call a function at an event."""
+        ...

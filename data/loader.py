@@ -13,7 +13,6 @@ from .transfer import send_to_device
 _END = object()
 
 
-
 class PreparedLoader:
     """Any iterable of batches, moved to the device, with its end known one batch ahead.
 
@@ -50,7 +49,9 @@ class PreparedLoader:
         self.end_of_dataloader = False
         """Whether the batch that was given out last is the last one of the pass."""
         self.remainder = -1
-        """Samples in the pass's short last batch over all processes, 0 where it is full; -1 outside a pass or if unknown."""
+        """Samples in the pass's short last batch over all processes, 0 where it is full; -1 outside a pass or if
+        unknown.
+        """
         self._active: list[PreparedLoader] = [] if active is None else active
         self._window_size = 1
         self._moves = device is not None and device.type != "cpu"
@@ -101,7 +102,9 @@ class PreparedLoader:
         return send_to_device(batch, self.device, self.non_blocking) if self._moves else batch  # type: ignore[arg-type]
 
     def window_size(self, num_steps: int) -> int:
-        """Micro-batches in the window of `num_steps` that the newest batch belongs to; exact where that is `lookahead`."""
+        """Micro-batches in the window of `num_steps` that the newest batch belongs to; exact where that is
+        `lookahead`.
+        """
         return self._window_size if num_steps == self.lookahead else num_steps
 
     def raw_iterator(self) -> Iterator[Any]:

@@ -39,7 +39,9 @@ def send_to_device(data: Any, device: torch.device | str, non_blocking: bool = F
     if isinstance(data, list):
         return type(data)(move(value) for value in data)
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        return dataclasses.replace(data, **{f.name: move(getattr(data, f.name)) for f in dataclasses.fields(data) if f.init})
+        return dataclasses.replace(
+            data, **{f.name: move(getattr(data, f.name)) for f in dataclasses.fields(data) if f.init}
+        )
     if callable(own := getattr(data, "to", None)) and not isinstance(data, torch.nn.Module):
         return own(device)
     return data

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
 from ..distributed.errors import DataError
 from .loader import PreparedLoader
 
@@ -111,9 +113,12 @@ class WindowReader:
         expected = self._loader.length
         if self._limit is not None and expected is not None:
             expected = min(expected, self._limit)
-        is_exact = hasattr(getattr(loader, "dataset", None), "__getitem__") and getattr(loader, "sampler", None) is not None
+        # Torch's own samplers give as many indices as they say; the length of others may be an estimate.
+        is_exact = type(getattr(loader, "sampler", None)) in (SequentialSampler, RandomSampler)
+        is_exact = is_exact and type(getattr(loader, "batch_sampler", None)) in (BatchSampler, type(None))
         if is_exact and expected is not None and self.num_fetched < expected:
             raise DataError(
                 f"the loader ended after {self.num_fetched} of its {expected} batches. Its dataset or collate function "
-                f"raised StopIteration at batch {self.num_fetched}, or a sampler gave fewer indices than its length says."
+                f"raised StopIteration at batch {self.num_fetched}, or a sampler gave fewer indices than its "
+                "length says."
             )

@@ -82,7 +82,9 @@ class ScaledPrecision(MixedPrecision):
         scaler: torch's scaler; by default one for the device.
     """
 
-    def __init__(self, device: torch.device, scaler: torch.amp.GradScaler | None = None, cache_enabled: bool = True) -> None:
+    def __init__(
+        self, device: torch.device, scaler: torch.amp.GradScaler | None = None, cache_enabled: bool = True
+    ) -> None:
         super().__init__(device, torch.float16, cache_enabled)
         self.scaler = scaler or torch.amp.GradScaler(device.type)
         self._unscaled: dict[int, bool] = {}
@@ -125,7 +127,15 @@ class ScaledPrecision(MixedPrecision):
 
 _SMALLEST_SCALE = 2.0**-40
 
-PRECISIONS = {"no": "no", "fp32": "no", "32": "no", "bf16": "bf16", "bf16-mixed": "bf16", "fp16": "fp16", "16-mixed": "fp16"}
+PRECISIONS = {
+    "no": "no",
+    "fp32": "no",
+    "32": "no",
+    "bf16": "bf16",
+    "bf16-mixed": "bf16",
+    "fp16": "fp16",
+    "16-mixed": "fp16",
+}
 """Words for a precision, Lightning's among them, and what they mean."""
 
 
@@ -151,6 +161,8 @@ def create_precision(
         return FullPrecision()
     if kind == "bf16":
         if device.type == "cuda" and not torch.cuda.is_bf16_supported():
-            raise ConfigError(f"precision={name!r}: {torch.cuda.get_device_name(device)} has no bf16. Use 'fp16' or 'no'.")
+            raise ConfigError(
+                f"precision={name!r}: {torch.cuda.get_device_name(device)} has no bf16. Use 'fp16' or 'no'."
+            )
         return MixedPrecision(device, torch.bfloat16, cache_enabled)
     return ScaledPrecision(device, scaler, cache_enabled)

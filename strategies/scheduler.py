@@ -8,6 +8,7 @@ from typing import Any
 from .gradient_state import GradientState
 from .optimizer import GatedOptimizer
 
+
 class GatedScheduler:
     """Steps its scheduler only where the optimizers did; the rule is Accelerate's.
 

@@ -79,7 +79,7 @@ class Strategy(ABC):
         window_size = self.gradient_state.window_size
         if window_size != 1:
             loss = loss / window_size
-        self.precision.scale(loss).backward(**kwargs)
+        self.precision.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def step(self, optimizer: Optimizer) -> StepOutcome:
         """Step a torch optimizer if gradients synchronise now, else do nothing. Unscales what is not yet unscaled."""
@@ -102,7 +102,9 @@ class Strategy(ABC):
                 gradient.mul_(factor)
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale unscaled gradients so that their global norm is at most `max_norm`. Returns the norm before, a scalar."""
+        """Scale unscaled gradients so that their global norm is at most `max_norm`. Returns the norm before, a
+        scalar.
+        """
         return torch.nn.utils.clip_grad_norm_(list(parameters), max_norm, norm_type=norm_type)
 
     def clip_grad_value(self, parameters: Iterable[Tensor], value: float) -> None:

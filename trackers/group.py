@@ -30,7 +30,7 @@ class TrackerGroup:
         trackers: in the order in which they are called.
         enabled: whether this process writes. False on all but the main process: then every call does nothing.
     Raises:
-        ConfigError: two trackers have one name.
+        ConfigError: a tracker has no name, or two have the same.
     """
 
     def __init__(self, trackers: Iterable[Tracker] = (), *, enabled: bool = True) -> None:
@@ -42,7 +42,7 @@ class TrackerGroup:
         self._reported: set[str] = set()
         self._last_step = 0
         self._cleaner = MetricCleaner()
-        _refuse_equal_names(self.trackers)
+        _check_names(self.trackers)
 
     def start(self, run: RunInfo, config: Mapping[str, Any]) -> None:
         """Open the run in every tracker; its configuration is made plain and freed of secrets first.
@@ -127,9 +127,12 @@ _CONSEQUENCES = {
 }
 
 
-def _refuse_equal_names(trackers: Iterable[Tracker]) -> None:
+def _check_names(trackers: Iterable[Tracker]) -> None:
     seen: set[str] = set()
     for tracker in trackers:
+        if not hasattr(tracker, "name"):
+            kind = type(tracker).__name__
+            raise ConfigError(f"{kind} has no name. Give the class one word for messages: name = {kind.lower()!r}.")
         if tracker.name in seen:
             raise ConfigError(
                 f"trackers: two of them are named {tracker.name!r}. Leave one out, or give it a name of its own: "

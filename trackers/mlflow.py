@@ -69,12 +69,18 @@ class MLflowTracker(Tracker):
         client = mlflow.MlflowClient(tracking_uri=uri)
         run_id = run.run_ids.get(self.name)
         if run_id is None:
-            run_id = self._create(client, run, artifacts)
+            experiment_id = _experiment_id(mlflow, client, self.experiment or run.project, artifacts)
+            tags = {NAMES.apply(key): value for key, value in self.tags.items()}
+            run_id = str(client.create_run(experiment_id, run_name=run.name, tags=tags).info.run_id)
             run.run_ids[self.name] = run_id
         else:
             client.update_run(run_id, status="RUNNING")
         self._run = _OpenRun(mlflow, client, run_id)
-        self._run.log_parameters(flatten_config(config))
+        try:
+            self._run.log_parameters(flatten_config(config))
+        except BaseException:
+            self.finish("failed")
+            raise
 
     def _store(self, mlflow: Any, project_directory: Path) -> tuple[str, str | None]:
         """The tracking URI, and where artifacts go if it is a file of ours."""
@@ -86,13 +92,6 @@ class MLflowTracker(Tracker):
         directory.mkdir(parents=True, exist_ok=True)
         database = (directory / "mlflow.db").as_posix().translate(_URL_ESCAPES)
         return f"sqlite:///{database}", (directory / "mlartifacts").as_uri()
-
-    def _create(self, client: Any, run: RunInfo, artifacts: str | None) -> str:
-        name = self.experiment or run.project
-        experiment = client.get_experiment_by_name(name)
-        experiment_id = client.create_experiment(name, artifacts) if experiment is None else experiment.experiment_id
-        tags = {NAMES.apply(key): value for key, value in self.tags.items()}
-        return str(client.create_run(experiment_id, run_name=run.name, tags=tags).info.run_id)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write one record, in one request for each thousand metrics.
@@ -107,6 +106,19 @@ class MLflowTracker(Tracker):
         run, self._run = self._run, None
         if run is not None:
             run.client.set_terminated(run.run_id, _STATUS[status])
+
+
+def _experiment_id(mlflow: Any, client: Any, name: str, artifacts: str | None) -> str:
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        try:
+            return str(client.create_experiment(name, artifacts))
+        except mlflow.exceptions.MlflowException:
+            # Another process, of a sweep, may have made it in between.
+            experiment = client.get_experiment_by_name(name)
+            if experiment is None:
+                raise
+    return str(experiment.experiment_id)
 
 
 class _OpenRun:

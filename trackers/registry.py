@@ -96,7 +96,8 @@ def _create(item: Any) -> list[Tracker]:
         item.check()
         return [item]
     raise ConfigError(
-        f"trackers={item!r} is a {type(item).__name__}. Expected a word ({', '.join([*tracker_words(), EVERY])}), "
+        f"trackers={item!r} is of type {type(item).__name__}. Expected a word "
+        f"({', '.join([*tracker_words(), EVERY])}), "
         'a Tracker, {"name": word, option: value}, or a list of these; False for none.'
     )
 
@@ -118,7 +119,7 @@ def _build(factory: Factory, word: str, options: dict[str, Any]) -> Tracker:
         given = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
         raise ConfigError(f"trackers: {word!r} can't be made with {given}: {error}.") from error
     if not isinstance(tracker, Tracker):
-        raise ConfigError(f"trackers: {word!r} gave a {type(tracker).__name__}. Expected a subclass of Tracker.")
+        raise ConfigError(f"trackers: {word!r} gave {tracker!r}. Expected an instance of a subclass of Tracker.")
     tracker.check()
     return tracker
 

@@ -22,8 +22,8 @@ class TensorBoardTracker(Tracker):
     """Writes scalars under their own names; the configuration as the text `config` and for the HPARAMS view.
 
     The HPARAMS view shows the run itself as a session with its outcome, without an extra folder; an interrupted run's
-    status is unknown there. TensorBoard keeps scalars in 32-bit floats: for exact large counts add the JSON lines or
-    CSV tracker.
+    status is unknown there, and of a resumed run it shows the first leg's. TensorBoard keeps scalars in 32-bit floats:
+    for exact large counts add the JSON lines or CSV tracker.
 
     Args:
         directory: where the event files go. The default is the run's folder, so that `tensorboard --logdir` on the

@@ -74,7 +74,7 @@ class MetricCleaner:
             return
         self._reported.add(name)
         logger.warning(
-            "metric %r is %s and not one number: trackers don't get it. Log a number, or a tensor of one element. "
+            "metric %r holds %s, not one number: trackers don't get it. Log a number, or a tensor of one element. "
             "This is said once.",
             name,
             _describe(value),
@@ -83,4 +83,5 @@ class MetricCleaner:
 
 def _describe(value: object) -> str:
     kind = type(value).__name__
-    return f"a {kind} of shape {tuple(value.shape)}" if isinstance(value, Tensor | numpy.ndarray) else f"a {kind}"
+    shape = f" and shape {tuple(value.shape)}" if isinstance(value, Tensor | numpy.ndarray) else ""
+    return f"a value of type {kind}{shape}"

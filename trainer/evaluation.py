@@ -89,9 +89,7 @@ def evaluate_quietly(run: Run, data: EvaluationData, num_batches: int) -> None:
         log.epoch_values()
 
 
-def predict(
-    run: Run, data: EvaluationData, writer: Callable[[Any, Any, int], None] | None = None
-) -> list[Any]:
+def predict(run: Run, data: EvaluationData, writer: Callable[[Any, Any, int], None] | None = None) -> list[Any]:
     """The outputs of `predict_step`, batch by batch in the order of the data.
 
     Args:
@@ -176,10 +174,9 @@ def step_of(run: Run, stage: Stage, data: EvaluationData, suffix: str) -> Callab
     return batch_function(getattr(run.task, stage.step), dataloader_idx=list(data.loaders).index(suffix))
 
 
-def samples_of(run: Run, batch: Any) -> int | None | AmbiguousBatchSizeError:
+def samples_of(run: Run, batch: Any) -> int | AmbiguousBatchSizeError | None:
     """Samples in the batch, or the error that says why they can't be told: it is raised where they are needed."""
     try:
         return run.task.count_samples(batch)
     except AmbiguousBatchSizeError as error:
         return error
-

@@ -33,7 +33,8 @@ def read_batch_limits(limit: BatchLimit, option: str = "limit_batches") -> dict[
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or value < 0 or (isinstance(value, float) and value > 1):
             raise ConfigError(
-                f"{option}[{stage!r}]={value!r}. Expected a number of batches (an integer >= 0) or a fraction (0.0 to 1.0)."
+                f"{option}[{stage!r}]={value!r}. Expected a number of batches (an integer >= 0) or a fraction (0.0 "
+                "to 1.0)."
             )
     return by_stage
 
@@ -75,7 +76,8 @@ def training_loader(data: Any) -> Iterable[Any]:
     _check_iterable(data, "training")
     if loader_length(data) == 0:
         raise DataError(
-            f"the training loader ({type(data).__name__}) has no batch: its length is 0. Check its dataset, and drop_last "
+            f"the training loader ({type(data).__name__}) has no batch: its length is 0. Check its dataset, and "
+            "drop_last "
             "with a batch size larger than the data."
         )
     return data  # type: ignore[no-any-return]
@@ -118,6 +120,7 @@ def first_batches(loader: Iterable[Any], count: int) -> list[Any]:
 def _check_iterable(data: Any, stage: str) -> None:
     if isinstance(data, (str, bytes)) or not hasattr(data, "__iter__"):
         raise DataError(
-            f"the {stage} data is a {type(data).__name__}, which can't be iterated. Expected an iterable of batches, such as "
+            f"the {stage} data is a {type(data).__name__}, which can't be iterated. Expected an iterable of "
+            "batches, such as "
             "a DataLoader."
         )

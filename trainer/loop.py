@@ -5,11 +5,12 @@ fit:        on_setup -> on_fit_start -> epochs -> on_fit_end -> on_teardown
 fit_epoch:  on_epoch_start -> windows, and after each what is due -> on_epoch_end(metrics)
 fit_window: the micro-batches of one optimizer step
 fit_batch:  on_batch_start -> training_step -> on_before_backward -> backward -> on_backward
-            and at the window's end: unscale, clip -> on_before_step -> optimizer.step -> on_step -> scheduler.step, zero_grad
-            -> on_batch_end(outputs)
+            and at the window's end: unscale, clip -> on_before_step -> optimizer.step -> on_step -> scheduler.step,
+            zero_grad -> on_batch_end(outputs)
 ```
 
-Every function works on a `Run` and knows no concrete strategy, tracker or callback. Events that nobody handles are None.
+Every function works on a `Run` and knows no concrete strategy, tracker or callback. Events that nobody handles are
+None.
 """
 
 from __future__ import annotations
@@ -40,14 +41,20 @@ def fit(run: Run, training: Training) -> None:
             state.start()
             while run.stop_reason is None and training.limits.reached(state) is None:
                 fit_epoch(run, training)
-            if training.validation and training.val_schedule.is_due_at_end and training.validated_at != state.micro_step:
+            if (
+                training.validation
+                and training.val_schedule.is_due_at_end
+                and training.validated_at != state.micro_step
+            ):
                 validate(run, training)
             if training.log_schedule.is_due_at_end:
                 log_step(run)
         except StopRun as stop:
             run.stop(str(stop) or "StopRun was raised")
         except ControlFlow as misplaced:
-            raise ConfigError(f"{type(misplaced).__name__} was raised where there is nothing to skip or end by it.") from misplaced
+            raise ConfigError(
+                f"{type(misplaced).__name__} was raised where there is nothing to skip or end by it."
+            ) from misplaced
 
 
 def fit_epoch(run: Run, training: Training) -> None:
@@ -286,7 +293,7 @@ def drop_open_window(run: Run, training: Training) -> None:
         optimizer.zero_grad()
 
 
-def count_samples(run: Run, batch: Any) -> int | None | AmbiguousBatchSizeError:
+def count_samples(run: Run, batch: Any) -> int | AmbiguousBatchSizeError | None:
     """Samples in the batch, or the error that says why they can't be told: it is raised where they are needed."""
     try:
         return run.task.count_samples(batch)
@@ -320,9 +327,12 @@ def refuse_empty_pass(run: Run, training: Training, reader: WindowReader) -> Non
             "accumulate_across_epochs='drop' leaves them all out. Use 'flush' or 'carry', or a smaller accumulate."
         )
     if run.state.micro_step == 0:
-        raise DataError("the training loader gave no batch. Check its dataset, its sampler, drop_last and limit_batches.")
+        raise DataError(
+            "the training loader gave no batch. Check its dataset, its sampler, drop_last and limit_batches."
+        )
     warnings.warn(
-        f"the training loader gave no batch in epoch {run.state.epoch}: it can be iterated only once. Training ends at step "
+        f"the training loader gave no batch in epoch {run.state.epoch}: it can be iterated only once. Training "
+        "ends at step "
         f"{run.state.step}. Pass an iterable that begins anew each time.", stacklevel=2,
     )  # fmt: skip
     run.stop("the training data is used up")
@@ -332,6 +342,7 @@ def hint_at_single_sample(error: BaseException, samples: object, index: int) -> 
     """Batch norm can't train on one sample, and torch does not say which batch that was."""
     if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
         error.add_note(
-            f"batch {index} has {samples} sample(s), too few for batch norm. Use drop_last=True in the DataLoader, or a "
+            f"batch {index} has {samples} sample(s), too few for batch norm. Use drop_last=True in the DataLoader, "
+            "or a "
             "batch size that does not leave a single sample at the end."
         )

@@ -15,8 +15,8 @@ class WindowLoss:
     """Weights the losses of one window so that its gradient is exact.
 
     A mean loss weighs as much as the others of the window: each is divided by the window's size. A pair
-    `(loss_sum, count)` weighs by its count: since the window's count is known only at its end, each sum is divided by the
-    first count, and `correction` puts it right. Batches that are left out (None) are corrected for in the same way.
+    `(loss_sum, count)` weighs by its count: since the window's count is known only at its end, each sum is divided by
+    the first count, and `correction` puts it right. Batches that are left out (None) are corrected for in the same way.
     """
 
     __slots__ = ("_count", "_first_count", "_num_losses", "_size")
@@ -56,7 +56,8 @@ class WindowLoss:
             loss = self._weighted(*outputs)
         else:
             raise TaskError(
-                f"training_step returned a {type(outputs).__name__}. Expected a scalar loss, a mapping with 'loss', a pair "
+                f"training_step returned a {type(outputs).__name__}. Expected a scalar loss, a mapping with "
+                "'loss', a pair "
                 "(loss_sum, count), or None to leave the batch out."
             )
         if not loss.requires_grad or (loss.ndim and loss.numel() != 1):
@@ -66,7 +67,10 @@ class WindowLoss:
 
     def _weighted(self, loss_sum: Any, count: Any) -> Tensor:
         if not isinstance(loss_sum, Tensor):
-            raise TaskError(f"training_step returned ({type(loss_sum).__name__}, ...). Expected (loss_sum, count), the first a tensor.")
+            raise TaskError(
+                f"training_step returned ({type(loss_sum).__name__}, ...). Expected (loss_sum, count), the first a "
+                "tensor."
+            )
         if self._num_losses and self._first_count is None:
             raise _mixed()
         if isinstance(count, Tensor):
@@ -77,7 +81,8 @@ class WindowLoss:
         if self._first_count is None:
             self._first_count = divisor
         self._count = self._count + count
-        return loss_sum / self._first_count
+        weighted: Tensor = loss_sum / self._first_count
+        return weighted
 
     @property
     def count(self) -> Any:
@@ -90,8 +95,9 @@ class WindowLoss:
             return None if self._num_losses == self._size else self._size / self._num_losses
         total = self._count
         if isinstance(total, Tensor) or isinstance(self._first_count, Tensor):
-            return self._first_count * self._size / torch.as_tensor(total).clamp(min=1)
-        factor = self._first_count * self._size / max(total, 1)
+            exact: Tensor = self._first_count * self._size / torch.as_tensor(total).clamp(min=1)
+            return exact
+        factor: float = self._first_count * self._size / max(total, 1)
         return None if factor == 1 else factor
 
 
@@ -109,6 +115,7 @@ def _no_loss(loss: Tensor) -> TaskError:
             "(loss.sum(), loss.numel())."
         )
     return TaskError(
-        "training_step returned a loss without a gradient. Compute it from the task's parameters, outside torch.no_grad() "
+        "training_step returned a loss without a gradient. Compute it from the task's parameters, outside "
+        "torch.no_grad() "
         "and without detach(); are all parameters frozen?"
     )

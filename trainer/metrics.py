@@ -121,7 +121,9 @@ def _stack(values: list[Any], device: torch.device) -> Tensor:
     """A tensor of shape (values,), in 64 bits where the device has them."""
     wide_float = torch.float32 if device.type == "mps" else torch.float64
     if not any(isinstance(v, Tensor) for v in values):
-        return torch.tensor(values, device=device, dtype=wide_float if any(isinstance(v, float) for v in values) else None)
+        return torch.tensor(
+            values, device=device, dtype=wide_float if any(isinstance(v, float) for v in values) else None
+        )
     tensors = [v if isinstance(v, Tensor) else torch.tensor(v, device=device) for v in values]
     if len({t.dtype for t in tensors}) > 1:
         tensors = [t.to(wide_float) for t in tensors]
@@ -165,6 +167,14 @@ def to_numbers(values: Mapping[str, Any]) -> dict[str, Number]:
     return numbers
 
 
+def _copied(name: str, value: Tensor) -> Tensor:
+    """A scalar of its own without a graph: what the user does to the tensor later is not logged."""
+    if value.numel() != 1:
+        raise MetricError(f"log({name!r}) of a tensor of shape {tuple(value.shape)}. Expected one element: reduce it.")
+    copy = value.detach().clone()
+    return copy.reshape(()) if copy.ndim else copy
+
+
 class MetricLog:
     """What is logged in one stage of a run.
 
@@ -180,7 +190,7 @@ class MetricLog:
         self.suffix = ""
         self.window = 0
         """Number of the current window; values of one window make one step value."""
-        self.samples: int | None | AmbiguousBatchSizeError = None
+        self.samples: int | AmbiguousBatchSizeError | None = None
         """Samples in the current batch, or why they can't be told."""
         self.metrics: dict[str, Metric] = {}
 
@@ -207,26 +217,17 @@ class MetricLog:
                 f"log({name!r}) with on_step={on_step}, on_epoch={on_epoch}, reduce={reduce!r}, but earlier with "
                 f"{metric.options}. Use the same options for one name, or another name."
             )
+        weight: Any = batch_size
         if isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise MetricError(f"log({name!r}) of a tensor of shape {tuple(value.shape)}. Expected one element: reduce it.")
-            value = value.detach().clone()  # a copy: what the user does to it later is not logged
-            if value.ndim:
-                value = value.reshape(())
-            weight = batch_size
-        elif type(value) is float or type(value) is int:
-            weight = batch_size
-        else:
+            value = _copied(name, value)
+        elif type(value) is not float and type(value) is not int:
             value, weight = self._convert(metric, value, batch_size)
             if value is None:
                 return
         if weight is None:
-            weight = self.samples
-            if type(weight) is not int:
-                weight = self._weight(metric)
-        entries = metric.entries
-        entries.append((self.window, value, weight))
-        if len(entries) % _FOLD_EVERY == 0:
+            weight = self.samples if type(self.samples) is int else self._weight(metric)
+        metric.entries.append((self.window, value, weight))
+        if len(metric.entries) % _FOLD_EVERY == 0:
             metric.fold(self.window)
         if progress_bar:
             self.progress[name] = value
@@ -237,7 +238,8 @@ class MetricLog:
         training = self.stage == "train"
         if on_step and not training:
             warnings.warn(
-                f"log({name!r}, on_step=True) in {self.stage}: evaluation has no steps of its own, so only the mean over "
+                f"log({name!r}, on_step=True) in {self.stage}: evaluation has no steps of its own, so only the "
+                "mean over "
                 "its data is recorded.", stacklevel=4,
             )  # fmt: skip
         is_step = training and on_step is not False
@@ -264,7 +266,8 @@ class MetricLog:
         if isinstance(value, (int, float)):
             return value, batch_size
         raise MetricError(
-            f"log({metric.name!r}) of a {type(value).__name__}. Expected a number, a tensor of one element, a torchmetrics "
+            f"log({metric.name!r}) of a {type(value).__name__}. Expected a number, a tensor of one element, a "
+            "torchmetrics "
             "object, or a pair (sum, count)."
         )
 

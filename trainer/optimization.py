@@ -66,7 +66,8 @@ def configure(task: Task) -> Optimization:
     found = _read(task.configure_optimizers(), task)
     if task.automatic_optimization and len(found.optimizers) != 1:
         raise TaskError(
-            f"{type(task).__name__}.configure_optimizers returned {len(found.optimizers)} optimizers; automatic optimization "
+            f"{type(task).__name__}.configure_optimizers returned {len(found.optimizers)} optimizers; automatic "
+            "optimization "
             "steps exactly one. Return one, or set automatic_optimization = False and step them in training_step."
         )
     for optimizer in found.optimizers:
@@ -129,7 +130,8 @@ def _one(given: Any, task: Task) -> Optimizer:
 
 def _unusable(returned: Any, task: Task) -> TaskError:
     return TaskError(
-        f"{type(task).__name__}.configure_optimizers returned a {type(returned).__name__}. Expected a torch optimizer, a pair "
+        f"{type(task).__name__}.configure_optimizers returned a {type(returned).__name__}. Expected a torch "
+        "optimizer, a pair "
         "(optimizer, scheduler), or a mapping {'optimizer': ..., 'lr_scheduler': ...}."
     )
 
@@ -140,8 +142,10 @@ def _check_parameters(optimizer: Optimizer, task: Task) -> None:
         foreign = [parameter for parameter in group["params"] if id(parameter) not in own]
         if foreign:
             raise TaskError(
-                f"{type(optimizer).__name__} group {index} holds {len(foreign)} parameters that are not the task's, such as "
-                f"one of shape {tuple(foreign[0].shape)}. Assign their module to an attribute of {type(task).__name__}, and "
+                f"{type(optimizer).__name__} group {index} holds {len(foreign)} parameters that are not the "
+                "task's, such as "
+                f"one of shape {tuple(foreign[0].shape)}. Assign their module to an attribute of "
+                f"{type(task).__name__}, and "
                 "build the optimizer from self.parameters()."
             )
 

@@ -1,5 +1,326 @@
-"""stub"""
+"""The plan: what a run will do, worked out before it begins."""
+
 from __future__ import annotations
-from typing import Any
-class Plan: ...
-def make_plan(*a: Any) -> Plan: raise NotImplementedError
+
+import types
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..callbacks.bus import overridden
+from ..callbacks.intervals import Schedule
+from ..callbacks.state import RunState
+from ..data.loader import PreparedLoader
+from ..data.window import WindowReader
+from .optimization import ScheduledRate
+from .run import Run, Training
+from .setup import prepare_training, start_run
+from .task import Task
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+MOST_WINDOWS = 200_000
+"""Windows that a plan walks through; of a longer run it tells the beginning."""
+_UNPLANNABLE = ("seconds", "tokens")
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a run will do. `str(plan)` is the report."""
+
+    steps: int = 0
+    """Optimizer steps in all."""
+    batches: int = 0
+    """Micro-batches in all."""
+    epochs: float = 0.0
+    samples: int | None = 0
+    """Samples in all, None where the loader does not tell."""
+    batches_per_epoch: int | None = None
+    steps_per_epoch: int | None = None
+    end: str = ""
+    """What ends the run."""
+    is_complete: bool = True
+    """Whether the plan reaches the end of the run."""
+    due: dict[str, list[int]] = field(default_factory=dict)
+    """The optimizer steps at which something falls due: `"validation"`, `"log"`, and each callback with a schedule."""
+    learning_rates: list[tuple[int, float]] = field(default_factory=list)
+    """Each change of the first group's learning rate: after which step, to what."""
+    callbacks: list[tuple[str, list[str]]] = field(default_factory=list)
+    """The callbacks in the order in which they run, with the events that they handle."""
+    weights: dict[str, int] = field(default_factory=dict)
+    """What a file of weights will hold: tensors, elements, bytes."""
+    warnings: list[str] = field(default_factory=list)
+    """What looks wrong."""
+
+    def __str__(self) -> str:
+        return "\n".join([*_describe_length(self), *_describe_due(self), *_describe_rest(self)])
+
+
+def make_plan(trainer: Trainer, task: Task, train: Any, val: Any) -> Plan:
+    """Work out what `trainer.fit(task, train, val)` will do. Nothing is trained, moved or written."""
+    run = start_run(trainer, task, "train")
+    with _captured_warnings() as caught:
+        training = prepare_training(run, trainer.settings, train, val, places=False)
+    plan = Plan(
+        batches_per_epoch=training.num_batches,
+        callbacks=[(type(c).__name__, list(overridden(c))) for c in run.callbacks],
+        weights=_count_weights(task),
+        warnings=caught,
+    )
+    schedules = _schedules(run, training)
+    plan.due = {name: [] for name in schedules}
+    _note_unplannable(plan, training, schedules)
+    if training.num_batches is None and training.limits.max_epochs is not None:
+        plan.is_complete = False
+        plan.warnings.append(
+            "the training loader has no length, so that the plan ends with nothing known of its epochs."
+        )
+    else:
+        _walk(plan, run, training, schedules)
+    _look_for_mistakes(plan, run, training)
+    return plan
+
+
+def _schedules(run: Run, training: Training) -> dict[str, Schedule]:
+    found = {"log": training.log_schedule}
+    if training.validation is not None:
+        found["validation"] = training.val_schedule
+    for callback in run.callbacks:
+        if callback.schedule is not None:
+            found[type(callback).__name__] = Schedule(callback.schedule, run.state)
+    return found
+
+
+def _walk(plan: Plan, run: Run, training: Training, schedules: Mapping[str, Schedule]) -> None:
+    """Go through all windows of the run as the loop does, with counters alone."""
+    state = run.state
+    samples = _samples_per_epoch(training)
+    _note_rate(plan, training, 0)
+    windows = 0
+    while training.limits.reached(state) is None and windows < MOST_WINDOWS:
+        epoch_began = state.step
+        for window in _windows(state, training):
+            windows += 1
+            _advance(plan, state, training, window.closes, len(window.batches), window.is_last)
+            for name, schedule in schedules.items():
+                if schedule.is_due(state):
+                    plan.due[name].append(state.step)
+            if training.limits.reached(state) is not None or windows >= MOST_WINDOWS:
+                break
+        if not state.epoch_ended:
+            break
+        plan.steps_per_epoch = plan.steps_per_epoch or state.step - epoch_began
+        _step_schedulers(plan, training, training.epoch_schedulers, state.epoch + 1, state.step)
+        state.epoch, state.batch, state.epoch_ended = state.epoch + 1, 0, False
+    reached = training.limits.reached(state)
+    plan.is_complete = plan.is_complete and reached is not None
+    plan.end = str(reached) if reached else ""
+    plan.steps, plan.batches, plan.epochs = state.step, state.micro_step, state.epochs_done
+    plan.samples = None if samples is None else round(samples * state.epochs_done)
+    for name, schedule in schedules.items():
+        if schedule.is_due_at_end and state.step not in plan.due[name][-1:]:
+            plan.due[name].append(state.step)
+
+
+def _windows(state: RunState, training: Training) -> WindowReader:
+    length = training.num_batches or MOST_WINDOWS
+    limit = training.limits.max_epochs
+    is_last_epoch = limit is not None and state.epoch + 1 >= limit.amount
+    remainder = "flush" if training.remainder == "carry" and is_last_epoch else training.remainder
+    reader = WindowReader(
+        PreparedLoader(range(length)), training.window_size, remainder=remainder, carried=training.carried
+    )
+    training.carried = 0 if remainder != "carry" else (training.carried + length) % training.window_size
+    return reader
+
+
+def _advance(plan: Plan, state: RunState, training: Training, closes: bool, batches: int, is_last: bool) -> None:
+    state.batch += batches
+    state.micro_step += batches
+    state.epoch_ended = is_last
+    if closes:
+        state.step += 1
+        _step_schedulers(plan, training, training.step_schedulers, state.step, state.step)
+
+
+def _step_schedulers(plan: Plan, training: Training, rates: Iterable[ScheduledRate], count: int, step: int) -> None:
+    changed = False
+    for rate in rates:
+        if count % rate.frequency == 0 and not rate.needs_metric and training.is_automatic:
+            _step_alone(rate.scheduler)
+            changed = True
+    if changed:
+        _note_rate(plan, training, step)
+
+
+def _step_alone(scheduler: Any) -> None:
+    with warnings.catch_warnings():  # torch warns of a schedule that moves while its optimizer does not
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+        scheduler.step()
+
+
+def _note_rate(plan: Plan, training: Training, step: int) -> None:
+    if training.optimizers:
+        rate = float(training.optimizers[0].param_groups[0]["lr"])
+        if not plan.learning_rates or plan.learning_rates[-1][1] != rate:
+            plan.learning_rates.append((step, rate))
+
+
+def _samples_per_epoch(training: Training) -> int | None:
+    loader = training.loader.loader
+    size, dataset = getattr(loader, "batch_size", None), getattr(loader, "dataset", None)
+    if size is None or training.num_batches is None or not hasattr(dataset, "__len__"):
+        return None
+    return min(training.num_batches * int(size), len(dataset))  # type: ignore[arg-type]
+
+
+def _count_weights(task: Task) -> dict[str, int]:
+    unique = {tensor.data_ptr() or id(tensor): tensor for tensor in task.state_dict(keep_vars=True).values()}.values()
+    return {
+        "tensors": len(unique),
+        "elements": sum(t.numel() for t in unique),
+        "bytes": sum(t.numel() * t.element_size() for t in unique),
+    }
+
+
+# What looks wrong.
+
+
+def _note_unplannable(plan: Plan, training: Training, schedules: Mapping[str, Schedule]) -> None:
+    for duration in training.limits.durations:
+        if duration.unit in _UNPLANNABLE:
+            plan.is_complete = False
+            plan.warnings.append(f"the run may end after {duration}, which can't be foreseen in steps.")
+    for name, schedule in schedules.items():
+        for duration in schedule.interval.every:
+            if duration.unit in (*_UNPLANNABLE, "samples"):
+                plan.warnings.append(f"{name} falls due every {duration}, which this plan does not show in steps.")
+
+
+def _look_for_mistakes(plan: Plan, run: Run, training: Training) -> None:
+    _look_for_monitors(plan, run, training)
+    _look_for_cut_windows(plan, training)
+    for rate in training.schedulers:
+        planned = _planned_length(rate.scheduler)
+        steps = plan.steps if rate.interval == "step" else int(plan.epochs)
+        if planned is not None and plan.is_complete and planned > steps // rate.frequency:
+            plan.warnings.append(
+                f"{type(rate.scheduler).__name__} is planned for {planned} steps of its own, but the run gives it "
+                f"{steps // rate.frequency}: the learning rate does not reach its end."
+            )
+    if training.validation is not None and plan.is_complete and not plan.due.get("validation"):
+        plan.warnings.append(f"validation never falls due: val_every='{training.val_schedule.interval}'.")
+
+
+def _planned_length(scheduler: Any) -> int | None:
+    for name in ("total_steps", "T_max", "total_iters"):
+        length = getattr(scheduler, name, None)
+        if isinstance(length, int):
+            return length
+    return None
+
+
+def _look_for_monitors(plan: Plan, run: Run, training: Training) -> None:
+    provided = {name for callback in run.callbacks for name in callback.provides}
+    known = provided | set(_text_constants(type(run.task)))
+    wanted = {name: type(c).__name__ for c in run.callbacks for name in c.reads}
+    wanted |= {rate.monitor: type(rate.scheduler).__name__ for rate in training.schedulers if rate.monitor}
+    for name, reader in wanted.items():
+        stem = name.removesuffix("_epoch").removesuffix("_step").partition("/dataloader_idx_")[0]
+        if not {name, stem} & known and not any(_is_part(text, stem) for text in known):
+            plan.warnings.append(
+                f"{reader} watches {name!r}, a name that neither a callback provides nor the task's code holds."
+            )
+
+
+def _is_part(text: str, name: str) -> bool:
+    """Whether a text of the code may be the constant part of an f-string that makes the name."""
+    return len(text) >= 4 and ("/" in text or "_" in text) and (name.startswith(text) or name.endswith(text))
+
+
+def _look_for_cut_windows(plan: Plan, training: Training) -> None:
+    if training.num_batches is None or training.window_size == 1:
+        return
+    rest = training.num_batches % training.window_size
+    if rest:
+        what = {
+            "flush": f"the last step of each epoch averages over {rest}",
+            "carry": "windows go on over the ends of epochs",
+            "drop": f"the last {rest} batches of each epoch are left out",
+        }[training.remainder]
+        plan.warnings.append(
+            f"{training.num_batches} batches per epoch are no multiple of accumulate={training.window_size}: {what}."
+        )
+
+
+def _text_constants(cls: type) -> Iterator[str]:
+    """Every text in the code of a class and its bases, as far as `Task`: names of metrics are among them."""
+    for base in cls.__mro__:
+        if base is Task:
+            return
+        for member in vars(base).values():
+            if isinstance(member, types.FunctionType):
+                yield from _constants_of(member.__code__)
+
+
+def _constants_of(code: types.CodeType) -> Iterator[str]:
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple):
+            yield from (part for part in constant if isinstance(part, str))
+        elif isinstance(constant, types.CodeType):
+            yield from _constants_of(constant)
+
+
+@contextmanager
+def _captured_warnings() -> Iterator[list[str]]:
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    found.extend(str(w.message) for w in caught)
+
+
+# The report.
+
+
+def _describe_length(plan: Plan) -> list[str]:
+    about = "" if plan.is_complete else "at least " if plan.steps else "unknown: "
+    samples = "" if plan.samples is None else f", {plan.samples:,} samples"
+    lines = [f"Run         {about}{plan.steps:,} steps, {plan.batches:,} batches, {plan.epochs:g} epochs{samples}"]
+    if plan.end:
+        lines[0] += f"; ends at {plan.end}"
+    if plan.batches_per_epoch is not None:
+        steps = "" if plan.steps_per_epoch is None else f", {plan.steps_per_epoch:,} steps"
+        lines.append(f"Epoch       {plan.batches_per_epoch:,} batches{steps}")
+    return lines
+
+
+def _describe_due(plan: Plan) -> list[str]:
+    lines = [f"{name.capitalize():<11} {_steps(steps)}" for name, steps in plan.due.items()]
+    if plan.learning_rates:
+        shown = _shortened([f"{rate:.4g} from step {step}" for step, rate in plan.learning_rates])
+        lines.append(f"{'Rate':<11} {', '.join(shown)}")
+    return lines
+
+
+def _describe_rest(plan: Plan) -> list[str]:
+    size = plan.weights["bytes"] / 1e6
+    lines = [f"Weights     {plan.weights['tensors']} tensors, {plan.weights['elements']:,} elements, {size:.2f} MB"]
+    lines += [f"Callback    {name}: {', '.join(events) or 'no event'}" for name, events in plan.callbacks]
+    lines += [f"Look at     {text}" for text in plan.warnings]
+    return lines
+
+
+def _steps(steps: Sequence[int]) -> str:
+    if not steps:
+        return "never"
+    return f"at steps {', '.join(_shortened([str(step) for step in steps]))} ({len(steps)} times)"
+
+
+def _shortened(items: list[str], most: int = 8) -> list[str]:
+    return items if len(items) <= most else [*items[: most - 2], "...", items[-1]]

@@ -136,6 +136,12 @@ class Run:
     """The micro-step at which each metric got its newest value."""
 
     @property
+    def callbacks(self) -> list[Callback]:
+        """Those of the trainer in their order; first the task, if it is one itself."""
+        own = [self.task] if isinstance(self.task, Callback) else []
+        return [*own, *self.trainer.callbacks]
+
+    @property
     def precision(self) -> Precision:
         """The number formats of a step."""
         return self.strategy.precision
@@ -193,7 +199,9 @@ class Run:
         self.emit(end, *end_values())
 
     def record(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """Make one record of logged values: bring them to the host, show them to callbacks, send them to the trackers."""
+        """Make one record of logged values: bring them to the host, show them to callbacks, send them to the
+        trackers.
+        """
         self.settle_tokens()
         metrics = to_numbers(values)
         step = self.state.step

@@ -44,13 +44,16 @@ class Settings:
             )
         for option, limit in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
             if limit is not None and not (_is_number(limit) and limit > 0):
-                raise ConfigError(f"{option}={limit!r}. Expected a number above 0, or None to leave gradients as they are.")
+                raise ConfigError(
+                    f"{option}={limit!r}. Expected a number above 0, or None to leave gradients as they are."
+                )
         _check_count("sanity_val_batches", self.sanity_val_batches, least=0)
         if self.overfit_batches is not None:
             _check_count("overfit_batches", self.overfit_batches, least=1)
             if "train" in self.batch_limits:
                 raise ConfigError(
-                    f"overfit_batches={self.overfit_batches} and limit_batches for 'train' both limit the training batches. "
+                    f"overfit_batches={self.overfit_batches} and limit_batches for 'train' both limit the training "
+                    "batches. "
                     "Give one of them."
                 )
         if self.seed is not None and not (_is_integer(self.seed) and 0 <= self.seed < 2**32):

@@ -39,7 +39,8 @@ def check_task(task: object) -> Task:
     if isinstance(task, type) and issubclass(task, Task):
         raise TaskError(f"task={task.__name__} is a class. Pass an object: {task.__name__}(...).")
     raise TaskError(
-        f"task is a {type(task).__name__}. Expected a loopwright.Task; wrap the module in one that has training_step and "
+        f"task is a {type(task).__name__}. Expected a loopwright.Task; wrap the module in one that has "
+        "training_step and "
         "configure_optimizers."
     )
 
@@ -65,9 +66,8 @@ def start_run(trainer: Trainer, task: Task, stage: str) -> Run:
 
 def rebind(run: Run) -> None:
     """Bind the events to whoever handles them now: the task, the callbacks, then single functions."""
-    trainer, task = run.trainer, run.task
-    callbacks = [*([task] if isinstance(task, Callback) else []), *trainer.callbacks]
-    run.events.update(bind(callbacks, [(f.event, f) for f in trainer.functions], trainer, task))
+    functions = [(f.event, f) for f in run.trainer.functions]
+    run.events.update(bind(run.callbacks, functions, run.trainer, run.task))
 
 
 def place(run: Run, optimizers: list[Optimizer]) -> list[Optimizer]:
@@ -87,9 +87,11 @@ def build_model(task: Task, compiles: bool) -> None:
                 module.compile()
 
 
-def prepare_training(run: Run, settings: Settings, train: Any, val: Any) -> Training:
+def prepare_training(run: Run, settings: Settings, train: Any, val: Any, *, places: bool = True) -> Training:
     """Everything that `fit` needs, checked before anything runs.
 
+    Args:
+        places: whether to place the model where it computes; a plan does not.
     Raises:
         ConfigError: settings that contradict each other or the task.
         TaskError: a hook is missing or returns what can't be used.
@@ -104,10 +106,12 @@ def prepare_training(run: Run, settings: Settings, train: Any, val: Any) -> Trai
     check_hooks(task, settings, validation)
     build_model(task, settings.compiles)
     found = configure(task)
-    optimizers = place(run, found.optimizers)
+    optimizers = place(run, found.optimizers) if places else found.optimizers
     run.step_function = batch_function(task.training_step)
     run.state.batches_per_epoch = num_batches
-    training = _training(run, settings, loader, limit, num_batches, validation, Optimization(optimizers, found.schedulers))
+    training = _training(
+        run, settings, loader, limit, num_batches, validation, Optimization(optimizers, found.schedulers)
+    )
     for optimizer in training.gated:
         optimizer.before_step = lambda torch_optimizer: run.emit(Callback.on_before_step, torch_optimizer)
     return training
@@ -179,7 +183,8 @@ def _check_epoch(settings: Settings, num_batches: int | None, validation: Evalua
     for option, interval in fractions.items():
         if num_batches is None and interval.needs_epoch_length:
             raise DataError(
-                f"{option}='{interval}' is a fraction of an epoch, but the training loader has no length. Count in steps, "
+                f"{option}='{interval}' is a fraction of an epoch, but the training loader has no length. Count in "
+                "steps, "
                 "samples or time, or give the loader a __len__."
             )
     limit = settings.limits.max_epochs
@@ -200,7 +205,9 @@ def check_limits(settings: Settings) -> None:
         ConfigError: it has none.
     """
     if not settings.limits.durations:
-        raise ConfigError("fit has no end: none of max_epochs, max_steps, max_time and fast_dev_run is given. Give one.")
+        raise ConfigError(
+            "fit has no end: none of max_epochs, max_steps, max_time and fast_dev_run is given. Give one."
+        )
 
 
 def check_hooks(task: Task, settings: Settings, validation: EvaluationData | None) -> None:
@@ -226,7 +233,8 @@ def check_hooks(task: Task, settings: Settings, validation: EvaluationData | Non
         for option, value in given.items():
             if value is not None:
                 raise ConfigError(
-                    f"{option}={value} has no effect in manual optimization. Do it in training_step: step every so many "
+                    f"{option}={value} has no effect in manual optimization. Do it in training_step: step every so "
+                    "many "
                     "batches, or call self.trainer.accelerator.clip_grad_norm_(...)."
                 )
 
@@ -241,7 +249,9 @@ def prepare_evaluation(run: Run, settings: Settings, stage: Stage, data: Any) ->
     task = run.task
     short = {"validation": "val"}.get(stage.name, stage.name)
     if stage.name != "predict" and not overrides(task, stage.step):
-        raise TaskError(f"{type(task).__name__} has no {stage.step}, which {stage.name} needs. Override it in the task.")
+        raise TaskError(
+            f"{type(task).__name__} has no {stage.step}, which {stage.name} needs. Override it in the task."
+        )
     if data is None:
         data = getattr(task, f"{short}_dataloader")()
     if data is None:

@@ -35,8 +35,8 @@ class Task(nn.Module):
         """One micro-batch of training.
 
         Returns:
-            The mean loss, a scalar with a gradient; or a mapping that holds it as `"loss"`; or `(loss_sum, count)`, from
-            which the gradient is that of the sum over the sum of counts, exactly, over the whole window and all
+            The mean loss, a scalar with a gradient; or a mapping that holds it as `"loss"`; or `(loss_sum, count)`,
+            from which the gradient is that of the sum over the sum of counts, exactly, over the whole window and all
             processes; or None to leave this batch out.
         """
         raise self._missing("training_step", "trainer.fit")
@@ -60,9 +60,10 @@ class Task(nn.Module):
         """The optimizer, and the learning-rate scheduler if there is one.
 
         Returns:
-            An optimizer; a pair of optimizer and scheduler; or a mapping with `"optimizer"` and `"lr_scheduler"`, which is
-            a scheduler or a mapping with `"scheduler"`, `"interval"` (`"step"` or `"epoch"`), `"frequency"` (in optimizer
-            steps or epochs) and `"monitor"` (for plateau schedulers). In manual mode also a list of these.
+            An optimizer; a pair of optimizer and scheduler; or a mapping with `"optimizer"` and `"lr_scheduler"`,
+            which is a scheduler or a mapping with `"scheduler"`, `"interval"` (`"step"` or `"epoch"`), `"frequency"`
+            (in optimizer steps or epochs) and `"monitor"` (for plateau schedulers). In manual mode also a list of
+            these.
         """
         raise self._missing("configure_optimizers", "trainer.fit")
 
@@ -129,7 +130,9 @@ class Task(nn.Module):
         """
         log = self.__dict__.get("_log")
         if log is None:
-            raise TaskError(f"self.log({name!r}, ...) outside of fit, validate, test and predict. There is no record to go to.")
+            raise TaskError(
+                f"self.log({name!r}, ...) outside of fit, validate, test and predict. There is no record to go to."
+            )
         log(
             name, value, on_step=on_step, on_epoch=on_epoch, reduce=reduce,
             batch_size=batch_size, progress_bar=progress_bar, sync=sync,
@@ -173,7 +176,7 @@ class Task(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        tensor = next(self.parameters(), None)
+        tensor: Tensor | None = next(self.parameters(), None)
         if tensor is None:
             tensor = next(self.buffers(), None)
         if tensor is not None:
@@ -201,7 +204,9 @@ class Task(nn.Module):
         found = {name: values[name] for name in arguments if name != "self"}
         found.update(values.get(keywords or "", {}))
         if missing := set(names) - set(found):
-            raise TaskError(f"save_hyperparameters: {sorted(missing)} are no arguments of __init__. It has {sorted(found)}.")
+            raise TaskError(
+                f"save_hyperparameters: {sorted(missing)} are no arguments of __init__. It has {sorted(found)}."
+            )
         self.hparams.update({k: v for k, v in found.items() if (not names or k in names) and k not in ignore})
 
     def __getstate__(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +112,9 @@ class Trainer:
         self.settings = Settings.read(
             limits=Limits.parse(max_epochs, max_steps, max_time), devices=devices, num_nodes=num_nodes, compile=compile,
             accumulate=accumulate, accumulate_across_epochs=accumulate_across_epochs, clip_norm=clip_norm,
-            clip_value=clip_value, val_every=val_every, sanity_val_batches=sanity_val_batches, limit_batches=limit_batches,
-            overfit_batches=overfit_batches, fast_dev_run=fast_dev_run, log_every=log_every, seed=seed,
-            deterministic=deterministic, project_dir=project_dir, name=name,
+            clip_value=clip_value, val_every=val_every, sanity_val_batches=sanity_val_batches,
+            limit_batches=limit_batches, overfit_batches=overfit_batches, fast_dev_run=fast_dev_run,
+            log_every=log_every, seed=seed, deterministic=deterministic, project_dir=project_dir, name=name,
         )  # fmt: skip
         if seed is not None:
             set_seed(seed)  # so that a task which is built after the Trainer has the same weights each time
@@ -135,6 +135,7 @@ class Trainer:
         self._last_run: Run | None = None
         self._run_directory: Path | None = None
         self._used_directories: set[Path] = set()
+        self._info: RunInfo | None = None
 
     # Running a task.
 
@@ -192,17 +193,20 @@ class Trainer:
         check_task(task)
         if self._run is not None:
             raise ConfigError(
-                f"this Trainer is running {self._run.state.stage} of {type(self._run.task).__name__} already. Use another "
+                f"this Trainer is running {self._run.state.stage} of {type(self._run.task).__name__} already. Use "
+                "another "
                 "Trainer inside it."
             )
         if self.settings.seed is not None:
             set_seed(self.settings.seed)
         run = self._begin(task, stage)
         try:
-            with deterministic_algorithms(self.settings.is_deterministic):
-                with run.paired(Callback.on_setup, Callback.on_teardown):
-                    run.trackers.start(self._run_info(), self._tracker_config(task))
-                    yield run
+            with (
+                deterministic_algorithms(self.settings.is_deterministic),
+                run.paired(Callback.on_setup, Callback.on_teardown),
+            ):
+                run.trackers.start(self._run_info(), self._tracker_config(task))
+                yield run
         finally:
             self._finish(run)
 
@@ -229,6 +233,8 @@ class Trainer:
         for name in ("_trainer", "_log"):
             run.task.__dict__.pop(name, None)
         run.state.pause()
+        run.state.stage = "idle"
+        run.gradient_state.sync_gradients = True
         self._run = None
 
     # Steering a run.
@@ -272,6 +278,10 @@ class Trainer:
         run = self._active("manual_backward")
         with torch.autocast(run.device.type, enabled=False) if run.precision.autocasts else nullcontext():
             loop.backward(run, loss, **kwargs)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context in which the run's forward passes are."""
+        return self.accelerator.precision.autocast()
 
     def save_model(self, path: str | Path) -> Path:
         """Write the task's weights as safetensors, whole or not at all.
@@ -356,6 +366,12 @@ class Trainer:
         return self.settings.is_fast_dev_run
 
     @property
+    def has_validation(self) -> bool:
+        """Whether the training run validates."""
+        run = self._run or self._last_run
+        return run is not None and run.training is not None and run.training.validation is not None
+
+    @property
     def num_validation_batches(self) -> int | None:
         """Batches of one validation, None without one or where a loader has no length."""
         run = self._run
@@ -406,8 +422,13 @@ class Trainer:
         return folder
 
     def _run_info(self) -> RunInfo:
+        """What trackers know of the run: the same object for a fit and the evaluations after it."""
         folder = self.run_directory
-        return RunInfo(name=folder.name, project=self.settings.project_dir.name or "loopwright", directory=folder)
+        if self._info is None or self._info.directory != folder:
+            self._info = RunInfo(
+                name=folder.name, project=self.settings.project_dir.name or "loopwright", directory=folder
+            )
+        return self._info
 
     def _tracker_config(self, task: Task) -> dict[str, Any]:
         return {"task": {"class": type(task).__name__, **task.hparams}, "trainer": self.config}

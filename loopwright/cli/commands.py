@@ -9,13 +9,17 @@ from pathlib import Path
 from jsonargparse import ArgumentError, ArgumentParser
 
 from ..checkpoint.weights import load_weights
-from ..distributed.errors import ConfigError
+from ..distributed.errors import CheckpointError, ConfigError
+from ..trainer.setup import build_model
 from ..trainer.task import Task
+from ..trainer.trainer import Trainer
 from .classes import full_class_path, python_path
-from .config import RunConfig, Settings, add_trainer
+from .config import RunConfig, add_trainer
 from .loaders import loader_of
-from .predictions import count_rows, write_predictions
+from .predictions import prediction_writer
 from .request import read_request
+from .saving import save_config
+from .settings import Settings
 
 Options = Mapping[str, str]
 
@@ -70,9 +74,26 @@ def _without_file(command: str, *, is_help: bool) -> int:
 
 def _fit(config: RunConfig, options: Options) -> None:
     task, data, trainer = config.build()
-    train = loader_of(data, "train")
-    val = loader_of(data, "val", is_required=False)
-    trainer.fit(task, train, val, resume_from=config.resume_from)
+    _describe_run(task, trainer, config)
+    train, val = loader_of(data, "train"), loader_of(data, "val", is_required=False)
+    trainer.on("fit_start", lambda *_: _save_config(trainer, config))
+    trainer.fit(task, train, val)
+    if trainer.run_directory.is_dir():
+        print(f"The files of this run are in {trainer.run_directory}")
+
+
+def _describe_run(task: Task, trainer: Trainer, config: RunConfig) -> None:
+    """Let the trackers have the whole file, and not the trainer's arguments alone."""
+    values = config.values
+    task.hparams.update(values["task"]["init_args"] | task.hparams)
+    trainer.config.update(values["trainer"])
+    if "data" in values:
+        trainer.config["data"] = values["data"]
+
+
+def _save_config(trainer: Trainer, config: RunConfig) -> None:
+    if trainer.process.is_main_process and not trainer.is_fast_dev_run:
+        save_config(config.to_yaml(), trainer.run_directory)
 
 
 def _plan(config: RunConfig, options: Options) -> None:
@@ -95,18 +116,21 @@ def _test(config: RunConfig, options: Options) -> None:
 def _predict(config: RunConfig, options: Options) -> None:
     task, data, trainer = config.build()
     _load(task, options)
-    outputs = trainer.predict(task, loader_of(data, "predict"))
-    if "output" in options:
-        count = write_predictions(outputs, Path(options["output"]))
-        print(f"{count} predictions in {options['output']}")
-    else:
-        print(f"{count_rows(outputs)} predictions. Write them to a file with --output predictions.jsonl.")
+    file = Path(options["output"]) if "output" in options else None
+    with prediction_writer(file) as writer:
+        trainer.predict(task, loader_of(data, "predict"), writer=writer)
+    place = "Write them to a file with --output predictions.jsonl." if file is None else f"They are in {file}."
+    print(f"{writer.count} predictions. {place}")
 
 
 def _load(task: Task, options: Options) -> None:
-    if "weights" in options:
-        task.configure_model()
+    if "weights" not in options:
+        return
+    build_model(task, compiles=False)
+    try:
         load_weights(task, options["weights"])
+    except CheckpointError as error:
+        raise ConfigError(f"--weights: {error}") from error
 
 
 def _print_metrics(metrics: Mapping[str, float]) -> None:

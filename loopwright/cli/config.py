@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
@@ -17,53 +15,11 @@ from ..trainer.trainer import Trainer
 from .classes import find_class, folders_used
 from .near import nearest_anywhere
 from .resolved import plain_values, to_yaml, without_wrappers
-from .signature import describe_kinds, kinds_of, parameters_of
-from .sources import KEYS, Source, Tree, merge, read_environment, read_file, read_flags
+from .settings import Settings
+from .signature import describe, parameters_of
+from .sources import KEYS, Tree
 from .text import is_null
 from .typed import Problem, TypedReader
-
-SECTIONS = ("task", "data", "trainer")
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the file, the environment and the flags say, before anything is imported."""
-
-    file: Path
-    sources: tuple[Source, ...]
-    """From the weakest to the strongest."""
-    tree: Tree
-    """All of them in one."""
-
-    @classmethod
-    def read(cls, file: Path, flags: Sequence[tuple[str, str]], environment: Mapping[str, str]) -> Settings:
-        """Read the three sources.
-
-        Raises:
-            ConfigError: the file can't be read, or a variable has an unknown key.
-        """
-        sources = (read_file(file), read_environment(environment), read_flags(flags))
-        tree: Tree = {}
-        for source in sources:
-            tree = merge(tree, source.tree)
-        return cls(file, sources, tree)
-
-    @property
-    def folders(self) -> list[Path]:
-        """Where class paths are looked up before the installed packages: the file's folder, then `python_path`."""
-        home = self.file.resolve().parent
-        more = self.tree.get("python_path")
-        given = [] if more is None or is_null(more) else more if isinstance(more, list) else [more]
-        return [home, *(home / folder for folder in given)]
-
-    def origin_of(self, path: str) -> str:
-        """The strongest source that gives a key, or else what it stands in; for errors."""
-        keys = path.split(".")
-        for length in range(len(keys), 0, -1):
-            given = [source.label for source in self.sources if source.gives(keys[:length])]
-            if given:
-                return given[-1]
-        return str(self.file)
 
 
 class RunConfig:
@@ -100,20 +56,15 @@ class RunConfig:
         """Every key with its value, defaults included, as plain values. After `parse`."""
         values = plain_values(self._parsed)
         values["trainer"] = {key: value for key, value in values["trainer"].items() if value is not None}
-        folders = folders_used(self._reader.class_paths, self.settings.folders)
+        used = folders_used(self._reader.class_paths, self.settings.folders)
+        folders = [str(folder) for folder in dict.fromkeys([*self.settings.python_path, *used])]
         if folders:
-            values["python_path"] = [str(folder) for folder in folders]
+            values["python_path"] = folders
         return {key: value for key, value in values.items() if value is not None}
 
     def to_yaml(self) -> str:
         """The file that runs the same again. After `parse`."""
         return to_yaml(self.values)
-
-    @property
-    def resume_from(self) -> str | None:
-        """The checkpoint to go on from. After `parse`."""
-        value: str | None = self._parsed.resume_from
-        return value
 
     def build(self) -> tuple[Task, Any, Trainer]:
         """The task, what the class or function of `data` gives (None without one), and the trainer. After `parse`.
@@ -125,15 +76,21 @@ class RunConfig:
         """
         if self._parsed.trainer.seed is not None:
             set_seed(self._parsed.trainer.seed)
-        try:
-            objects = self.parser.instantiate(self._parsed, instantiators=[(_construct, object, True)])
-        except _Raised as raised:
-            raise raised.error  # noqa: B904 - the exception of the user's class, as if nothing stood between
+        objects = self._instantiate()
         task = self._call("task", objects)
         if not isinstance(task, Task):
             raise ConfigError(f"task is {type(task).__name__}, which is not a subclass of loopwright.Task.")
         data = self._call("data", objects) if "data" in self._tree else None
         return task, data, Trainer(**_arguments(objects.trainer))
+
+    def _instantiate(self) -> Namespace:
+        """The parsed values with an object in the place of each class that is an argument."""
+        try:
+            objects: Namespace = self.parser.instantiate(self._parsed, instantiators=[(_construct, object, True)])
+            return objects
+        except _Raised as raised:
+            error = raised.error
+        raise error  # the exception of the user's class, as if nothing stood between
 
     def _call(self, section: str, objects: Namespace) -> Any:
         target = find_class(self._tree[section]["class_path"])
@@ -144,18 +101,14 @@ class RunConfig:
         """The tree with typed values; problems go to the reader."""
         tree, reader = self.settings.tree, self._reader
         read: Tree = {}
-        if is_null(tree.get("task", None)) or "task" not in tree:
-            reader.problems.append(
-                Problem("task", "required, and missing. Expected the class_path of a Task.", is_missing=True)
-            )
-        else:
-            read["task"] = reader.read_class(tree["task"], "task")
-        if "data" in tree and not is_null(tree["data"]):
-            read["data"] = reader.read_class(tree["data"], "data")
+        for section in ("task", "data"):
+            if section in tree and not is_null(tree[section]):
+                read[section] = reader.read_class(tree[section], section)
+        if "task" not in read:
+            message = "required, and missing. Expected the class_path of a Task."
+            reader.problems.append(Problem("task", message, is_missing=True))
         trainer = parameters_of(Trainer)
         read["trainer"] = reader.read_arguments(tree.get("trainer"), trainer, "trainer", is_none_a_value=False)
-        if "resume_from" in tree:
-            read["resume_from"] = reader.read_value(tree["resume_from"], kinds_of(str | None), "resume_from")
         known = [f"trainer.{name}" for name in trainer]
         for section in ("task", "data"):
             known += [f"{section}.init_args.{name}" for name in _parameter_names(read.get(section))]
@@ -189,16 +142,17 @@ class RunConfig:
         problems = re.findall(r"Problem with given class_path.*?:\s*(.+)", message)
         if problems:
             return f"{place}: {'; '.join(dict.fromkeys(problems))}"
-        return f"{place}: got {without_wrappers(value)!r}. Expected {describe_kinds(self._kinds_at(path))}."
+        return f"{place}: got {without_wrappers(value)!r}. Expected {describe(self._hint_at(path))}."
 
-    def _kinds_at(self, path: str) -> tuple[Any, ...]:
+    def _hint_at(self, path: str) -> Any:
         section, _, name = path.partition(".")
         target = Trainer if section == "trainer" else find_class(self._tree[section]["class_path"])
         parameter = parameters_of(target).get(name.removeprefix("init_args.").partition(".")[0])
-        return (Any,) if parameter is None else parameter.kinds
+        return Any if parameter is None else parameter.hint
 
     def _make_parser(self, prog: str) -> ArgumentParser:
         """The parser that knows every key of this task, this data and the trainer."""
+        # Arguments without a type may name a class as well; without this, jsonargparse warns of it.
         set_parsing_settings(instantiate_subclass_spec_in_any=True)
         parser = ArgumentParser(prog=prog, usage=f"{prog} [--key value ...]", exit_on_error=False, default_env=False)
         for section in ("task", "data"):
@@ -206,7 +160,6 @@ class RunConfig:
                 target = find_class(self._tree[section]["class_path"])
                 _add_section(parser, section, target)
         add_trainer(parser)
-        parser.add_argument("--resume_from", type=str | None, default=None, help="a checkpoint, or latest")
         return parser
 
 

@@ -3,50 +3,64 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from ..checkpoint.atomic import whole_file
 
 
-def write_predictions(outputs: Iterable[Any], file: Path) -> int:
-    """Write the outputs of `predict_step`, whole or not at all, and return the number of lines.
+class PredictionWriter:
+    """A writer for `trainer.predict`: it keeps no outputs, so that memory does not grow with the data.
 
     Args:
-        outputs: one per batch. A tensor, or a mapping, tuple or list of tensors of one length, gives one line per
-            entry of the first dimension; anything else one line.
-        file: an older one is replaced.
+        stream: where the lines go; None to count them only.
     """
-    count = 0
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = stream
+        self.count = 0
+        """Lines so far."""
+
+    def __call__(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Take what `predict_step` returned for one batch."""
+        for row in rows_of(outputs):
+            self.count += 1
+            if self.stream is not None:
+                self.stream.write(json.dumps(_plain(row)) + "\n")
+
+
+@contextmanager
+def prediction_writer(file: Path | None) -> Iterator[PredictionWriter]:
+    """A context with a writer to a file, which appears whole at its end and replaces an older one; None only counts."""
+    if file is None:
+        yield PredictionWriter()
+        return
     with whole_file(file) as temporary, temporary.open("w", encoding="utf-8") as stream:
-        for output in outputs:
-            for row in rows_of(output):
-                stream.write(json.dumps(_plain(row)) + "\n")
-                count += 1
-    return count
-
-
-def count_rows(outputs: Iterable[Any]) -> int:
-    """The number of lines that `write_predictions` would write."""
-    return sum(1 for output in outputs for _ in rows_of(output))
+        yield PredictionWriter(stream)
 
 
 def rows_of(output: Any) -> Iterator[Any]:
-    """The samples of one batch's output; the output itself where it has none."""
-    columns = list(output.values()) if isinstance(output, Mapping) else output
-    if isinstance(output, torch.Tensor):
-        yield from (output.unbind() if output.dim() else [output])
-    elif isinstance(columns, tuple | list) and _have_one_length(columns):
-        for row in zip(*columns, strict=True):
-            yield dict(zip(output, row, strict=True)) if isinstance(output, Mapping) else list(row)
+    """The samples of one batch's output; the output itself where it has none.
+
+    A tensor of shape (samples, ...) gives its entries; a mapping, tuple or list of tensors of one length gives a
+    mapping or list for each sample.
+    """
+    if isinstance(output, torch.Tensor) and output.dim():
+        yield from output.unbind()
+    elif isinstance(output, Mapping) and _have_one_length(list(output.values())):
+        for row in zip(*output.values(), strict=True):
+            yield dict(zip(output, row, strict=True))
+    elif isinstance(output, tuple | list) and _have_one_length(output):
+        yield from map(list, zip(*output, strict=True))
     else:
         yield output
 
 
-def _have_one_length(columns: tuple[Any, ...] | list[Any]) -> bool:
+def _have_one_length(columns: Sequence[Any]) -> bool:
     if not all(isinstance(column, torch.Tensor) and column.dim() for column in columns):
         return False
     return len({len(column) for column in columns}) == 1

@@ -8,7 +8,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union
 
@@ -19,10 +19,15 @@ from jsonargparse import ArgumentParser
 class Parameter:
     """One parameter that a file may give."""
 
-    kinds: tuple[Any, ...]
-    """The members of its type: a union's members, the types of a literal's values, `Any` where there is no type."""
-    is_required: bool
+    hint: Any
+    """Its type; `Any` where it has none."""
+    is_required: bool = False
     """Whether it has no default."""
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The members of its type: a union's members, the types of a literal's values."""
+        return kinds_of(self.hint)
 
     @property
     def takes_none(self) -> bool:
@@ -34,8 +39,7 @@ class Parameter:
 def parameters_of(target: Callable[..., Any]) -> dict[str, Parameter]:
     """The parameters by name; those that `**kwargs` hands to a base class are among them."""
     known = _declared_parameters(target)
-    unknown = Parameter((Any,), is_required=False)
-    return {name: known.get(name, unknown) for name in _accepted_names(target)}
+    return {name: known.get(name, Parameter(Any)) for name in _accepted_names(target)}
 
 
 def kinds_of(hint: Any) -> tuple[Any, ...]:
@@ -43,11 +47,22 @@ def kinds_of(hint: Any) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(_members(hint)))
 
 
-def describe_kinds(kinds: Iterable[Any]) -> str:
-    """The types for a message: "int, str or None"."""
-    names = ["None" if kind is type(None) else kind.__name__ if inspect.isclass(kind) else str(kind) for kind in kinds]
-    names = [re.sub(r"\b(?:\w+\.)+(?=\w)", "", name) for name in names]
+def describe(hint: Any) -> str:
+    """A type in the words of a message: "int, str or None"; of a literal, its values."""
+    names = list(dict.fromkeys(_names(hint)))
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _names(hint: Any) -> Iterator[str]:
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        for member in typing.get_args(hint):
+            yield from _names(member)
+    elif typing.get_origin(hint) is Literal:
+        yield from map(repr, typing.get_args(hint))
+    elif inspect.isclass(hint) and typing.get_origin(hint) is None:
+        yield "None" if hint is type(None) else hint.__name__
+    else:
+        yield re.sub(r"\b(?:\w+\.)+(?=\w)", "", str(hint))
 
 
 def _members(hint: Any) -> Iterator[Any]:
@@ -81,7 +96,8 @@ def _declared_parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
     """Parameters with their types, the nearest class of the inheritance first."""
     owners = [target]
     if inspect.isclass(target):
-        owners = [cls.__init__ for cls in target.__mro__ if inspect.isfunction(cls.__dict__.get("__init__"))]
+        constructors = [vars(cls).get("__init__") for cls in target.__mro__]
+        owners = [constructor for constructor in constructors if inspect.isfunction(constructor)]
     found: dict[str, Parameter] = {}
     for function in owners:
         hints = _hints(function)
@@ -92,10 +108,12 @@ def _declared_parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
 
 def _parameter(hint: Any, default: Any) -> Parameter:
     if default is dataclasses.MISSING or default is inspect.Parameter.empty:
-        return Parameter(kinds_of(hint), is_required=True)
+        return Parameter(hint, is_required=True)
+    if hint is inspect.Parameter.empty and isinstance(default, bool):
+        return Parameter(bool)
     if hint is inspect.Parameter.empty and default is not None:
-        return Parameter((type(default), Any), is_required=False)  # without a type, the default shows what is meant
-    return Parameter(kinds_of(hint), is_required=False)
+        return Parameter(Union[type(default), Any])  # noqa: UP007 - without a type, the default shows what is meant
+    return Parameter(hint)
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from ..distributed.errors import ConfigError, suggest
 from .text import Plain, TextMapping, is_null, read_argument, read_yaml
 
 ENVIRONMENT_PREFIX = "LOOPWRIGHT_"
-KEYS = ("task", "data", "trainer", "resume_from", "python_path")
+KEYS = ("task", "data", "trainer", "python_path")
 """The keys of a file."""
 
 Tree = dict[str, Any]

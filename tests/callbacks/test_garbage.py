@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +37,7 @@ class Cycles(Task):
         super().__init__()
         self.net = nn.Linear(1, 1)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         cycle = Cycle()
         cycle.itself = cycle
         return self.net(batch).mean()
@@ -113,7 +114,7 @@ def test_a_bare_number_counts_steps_whatever_the_accumulation() -> None:
 
 def test_restored_after_an_exception() -> None:
     class Broken(Cycles):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
             if batch_idx == 2:
                 assert not gc.isenabled()
                 raise ValueError("broken")
@@ -147,3 +148,37 @@ def test_what_somebody_else_froze_stays_frozen() -> None:
 def test_a_bad_interval() -> None:
     with pytest.raises(ConfigError, match=r"GarbageCollection\(every\)='2 stpes' has an unknown unit 'stpes'"):
         GarbageCollection("2 stpes")
+
+
+class FromWorker(torch.utils.data.Dataset[Tensor]):
+    """Says whether the collector is on where the data is loaded."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(gc.isenabled())])
+
+
+def test_workers_of_loaders_keep_theirs_on() -> None:
+    class Workers(Cycles):
+        def __init__(self) -> None:
+            super().__init__()
+            self.on: list[float] = []
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            self.on += batch.flatten().tolist()
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.on += batch.flatten().tolist()
+
+    task = Workers()
+    loader = torch.utils.data.DataLoader(FromWorker(), num_workers=1, multiprocessing_context="fork")
+    options: dict[str, Any] = {"sanity_val_batches": 0, "trackers": False, "progress": False}
+    handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        Trainer(max_epochs=2, callbacks=[GarbageCollection(1)], **options).fit(task, loader, loader)
+    finally:
+        signal.signal(signal.SIGCHLD, handler)  # a DataLoader with workers sets one of its own
+    assert task.on == [1.0] * 8

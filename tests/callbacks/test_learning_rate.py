@@ -25,7 +25,7 @@ class Tiny(Task):
         self.automatic_optimization = automatic
         self._make = optimizers
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         loss = self.second(self.first(batch)).mean()
         if not self.automatic_optimization:
             self.manual_backward(loss)
@@ -95,7 +95,7 @@ def test_groups_and_their_names() -> None:
 
 def test_several_optimizers() -> None:
     def make(task: Any) -> list[Optimizer]:
-        groups = [{"params": [task.second.weight]}, {"params": [task.second.bias], "lr": 0.4}]
+        groups: list[dict[str, Any]] = [{"params": [task.second.weight]}, {"params": [task.second.bias], "lr": 0.4}]
         return [SGD([task.first.weight], lr=0.1), SGD([task.first.bias], lr=0.2), Adam(groups, lr=0.3)]
 
     records = fit(Tiny(make, automatic=False), LearningRateMonitor())
@@ -124,7 +124,7 @@ def test_a_group_added_later_leaves_the_first_its_name() -> None:
             if trainer.state.epoch == 1:
                 trainer.optimizers[0].add_param_group({"params": task.second.parameters(), "lr": 0.01})
 
-    task = Tiny(lambda t: SGD(t.first.parameters(), lr=1.0))  # type: ignore[union-attr,arg-type]
+    task = Tiny(lambda t: SGD(t.first.parameters(), lr=1.0))  # type: ignore[union-attr]
     records = fit(task, LearningRateMonitor(), Unfreeze(), batches=1, max_epochs=2)
     assert records.values("lr") == [{"lr": 1.0}, {"lr": 1.0, "lr/group1": 0.01}]
 

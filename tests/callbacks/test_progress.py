@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import re
+import select
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ class Tiny(Task):
         self.net = nn.Linear(1, 1)
         self.seconds = seconds
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         time.sleep(self.seconds)
         self.log("loss", torch.tensor(0.25), progress_bar=True)
         self.log("hidden", 1.0)
@@ -41,6 +43,9 @@ class Tiny(Task):
         self.log("val", 7, progress_bar=True)
 
     test_step = validation_step
+
+    def forward(self, batch: Tensor) -> Any:
+        return self.net(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -98,7 +103,7 @@ def test_bar_of_an_epoch() -> None:
 def test_bars_that_stay() -> None:
     stream = Terminal()
     trainer_with(bar_on(stream, leave=True), max_epochs=3).fit(Tiny(), batches(2))
-    kept = [line.rpartition("\r")[2] for line in stream.getvalue().splitlines()]
+    kept = [line.rpartition("\r")[2] for line in stream.getvalue().split("\n")[:-1]]
     assert [re.match(r"epoch \d/3: 100%\|.*\| 2/2", line) is not None for line in kept] == [True] * 3
 
 
@@ -178,13 +183,23 @@ def test_validation_does_not_slow_the_rate_down() -> None:
     assert float(rate.group(1)) > 25  # 6 batches of 0.01 s; with the three validations of 0.2 s it would be under 10
 
 
+def test_the_first_drawing_counts_from_the_epochs_start() -> None:
+    stream = Terminal()
+    trainer_with(bar_on(stream), max_epochs=2).fit(Tiny(0.05), batches(1))
+    rates = [float(rate) for rate in re.findall(r" ([\d.]+)batch/s, loss", stream.getvalue())]
+    paces = [float(pace) for pace in re.findall(r" ([\d.]+)s/batch, loss", stream.getvalue())]
+    assert rates or paces
+    assert max(rates, default=0.0) <= 20  # one batch of 0.05 s and more
+    assert min(paces, default=1.0) >= 0.05
+
+
 def test_test_and_predict_have_bars() -> None:
     stream = Terminal()
     trainer, task = trainer_with(bar_on(stream)), Tiny()
     trainer.validate(task, batches(2))
     trainer.test(task, batches(3))
     trainer.predict(task, batches(4))
-    kept = [line.rpartition("\r")[2] for line in stream.getvalue().splitlines()]
+    kept = [line.rpartition("\r")[2] for line in stream.getvalue().split("\n")[:-1]]
     assert [re.match(r"(validation|test|predict): +\S* ?(?:\S*\| )?(\d)", line).groups() for line in kept] == [  # type: ignore[union-attr]
         ("validation", "2"), ("test", "3"), ("predict", "4"),
     ]  # fmt: skip
@@ -207,14 +222,18 @@ def test_bar_is_closed_after_an_exception() -> None:
     assert stream.drawings[-1].startswith("validation")
 
 
-def test_a_real_terminal_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [(24, 100), (0, 0)])  # the second one does not know its size
+def test_a_real_terminal_is_found(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.openpty()
+    termios.tcsetwinsize(writer, size)
     with os.fdopen(writer, "w") as terminal, os.fdopen(reader, "rb") as screen:
         monkeypatch.setattr(sys, "stderr", terminal)
         trainer_with(ProgressBar()).fit(Tiny(), batches(2))
         terminal.flush()
-        shown = os.read(screen.fileno(), 65536).decode()
-    assert re.search(r"epoch 1/1: 100%\|.*2/2", shown)
+        shown = ""
+        while not re.search(r"epoch 1/1: 100%\|.*2/2", shown):  # it comes in pieces
+            assert select.select([screen], [], [], 10.0)[0], f"the terminal shows only {shown!r}"
+            shown += os.read(screen.fileno(), 65536).decode()
 
 
 def test_only_the_main_process_shows_anything() -> None:
@@ -293,15 +312,18 @@ def test_a_line_for_an_evaluation_that_stands_alone() -> None:
 
 def test_pace_and_time_left() -> None:
     stream = io.StringIO()
-    trainer_with(ProgressBar(every="2 steps", stream=stream), max_epochs=200).fit(Tiny(0.02), batches(1))
-    first = stream.getvalue().splitlines()[0]
-    pace = re.search(r"([\d.]+) batches/s  left 0:00:(\d\d)", first)
+    trainer_with(ProgressBar(every="10 steps", stream=stream), max_epochs=None, max_steps=100, max_time="1 s").fit(
+        Tiny(0.02), batches(20)
+    )
+    pace = re.search(r"step 10  ([\d.]+) batches/s  left 0:00:0(\d)", stream.getvalue().splitlines()[0])
     assert pace is not None
+    assert 5 < float(pace.group(1)) <= 50  # 0.02 s and more a batch
+    assert pace.group(2) in "01"  # 0.8 s of the time, which ends before the steps do
 
 
 def test_the_last_line_after_an_exception() -> None:
     class Broken(Tiny):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
             if batch_idx == 2:
                 raise ValueError("broken")
             return super().training_step(batch, batch_idx)

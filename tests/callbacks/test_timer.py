@@ -24,7 +24,7 @@ class Slow(Task):
         super().__init__()
         self.net = nn.Linear(1, 1)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         time.sleep(STEP)
         return self.net(batch).mean()
 
@@ -58,7 +58,7 @@ def test_stages_are_measured_apart() -> None:
     assert timer.time_elapsed("train") >= 2 * STEP
     assert timer.time_elapsed("validation") >= 2 * EVALUATION
     assert timer.time_elapsed("train") + timer.time_elapsed("validation") == pytest.approx(
-        timer.time_elapsed("fit"), abs=0.01
+        timer.time_elapsed("fit"), abs=0.05
     )
     assert timer.time_elapsed("fit") <= taken
     assert timer.time_elapsed("test") == timer.time_elapsed("predict") == 0.0

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from loopwright.cli.classes import python_path
-from loopwright.cli.config import RunConfig, Settings
+from loopwright.cli.config import RunConfig
 from loopwright.cli.request import read_request
+from loopwright.cli.settings import Settings
 
 TASK = '''
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
@@ -56,6 +59,25 @@ class Line(Task):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Talkative(Line):
+    def __init__(self):
+        super().__init__()
+        print(f"weights sum to {sum(p.sum().item() for p in self.parameters())}")
+
+
+@dataclass
+class Window:
+    size: int = 3
+    word: str = "w"
+    is_open: bool = False
+
+
+class Windowed(Line):
+    def __init__(self, window: Window = Window(), loose=False, choice: str | Window = "none"):
+        super().__init__()
+        print(window, loose)
 
 
 class Base(Task):

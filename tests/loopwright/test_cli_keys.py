@@ -53,7 +53,9 @@ class TestB76:
         with pytest.raises(ConfigError, match=r"seed \(in .*run\.yaml\): unknown key\. Did you mean trainer\.seed\?"):
             resolve(project.write(TASK + "seed: 3\ntrainer: {max_epochs: 1}"))
 
-    @pytest.mark.parametrize("name", ["precision", "strategy", "trackers", "val_every", "seed", "callbacks", "progress"])
+    @pytest.mark.parametrize(
+        "name", ["precision", "strategy", "trackers", "val_every", "seed", "callbacks", "progress"]
+    )
     @pytest.mark.parametrize("null", ["null", "~", ""])
     def test_null_is_the_default(self, project: Any, resolve: Resolve, name: str, null: str) -> None:
         without = resolve(project.write(TASK + "trainer:\n  max_epochs: 1\n"))
@@ -66,7 +68,7 @@ class TestB76:
         assert (arguments["dropout"], arguments["width"]) == (None, 4)
 
     def test_a_section_may_be_null(self, project: Any, resolve: Resolve) -> None:
-        assert resolve(project.write(TASK + "data: null\ntrainer: null\nresume_from: null"))["trainer"]["num_nodes"] == 1
+        assert resolve(project.write(TASK + "data: null\ntrainer: null"))["trainer"]["num_nodes"] == 1
 
 
 class TestMissing:
@@ -88,8 +90,11 @@ class TestTypes:
         ("flag", "message"),
         [
             ("--trainer.num_nodes=many", r"trainer\.num_nodes \(in the command line\): got 'many'\. Expected int"),
-            ("--trainer.seed=1.5", r"trainer\.seed \(in the command line\): got 1\.5\. Expected int or None"),
-            ("--trainer.accumulate_across_epochs=keep", r"trainer\.accumulate_across_epochs .*got 'keep'"),
+            ("--trainer.seed=1.5", r"trainer\.seed \(in the command line\): got '1\.5'\. Expected int or None"),
+            (
+                "--trainer.accumulate_across_epochs=keep",
+                r"trainer\.accumulate_across_epochs .*got 'keep'\. Expected 'flush', 'carry' or 'drop'",
+            ),
             ("--task.init_args.width=[1]", r"task\.init_args\.width \(in the command line\): got \[1\]\. Expected int"),
             ("--trainer.callbacks=task.Line", r"trainer\.callbacks .*task\.Line"),
         ],
@@ -129,7 +134,7 @@ class TestClasses:
         assert resolve(project.write(text))["task"]["init_args"] == {"width": 4, "depth": 5}
 
     def test_public_names_need_no_package(self, project: Any, resolve: Resolve) -> None:
-        text = TASK + "trainer: {max_epochs: 1, callbacks: [LearningRateMonitor, {class_path: task.Count, init_args: {limit: 2}}]}"
+        text = TASK + "trainer: {callbacks: [LearningRateMonitor, {class_path: task.Count, init_args: {limit: 2}}]}"
         first, second = resolve(project.write(text))["trainer"]["callbacks"]
         assert first["class_path"] == "loopwright.LearningRateMonitor"
         assert second == {"class_path": "task.Count", "init_args": {"limit": 2, "word": "w"}}
@@ -137,7 +142,9 @@ class TestClasses:
     def test_files_in_two_folders_have_their_own_task(self, project: Any, resolve: Resolve) -> None:
         other = project.folder / "other"
         other.mkdir()
-        (other / "task.py").write_text("from loopwright import Task\nclass Line(Task):\n    def __init__(self, own: int = 1): ...\n")
+        (other / "task.py").write_text(
+            "from loopwright import Task\nclass Line(Task):\n    def __init__(self, own: int = 1): ...\n"
+        )
         (other / "run.yaml").write_text(TASK + "trainer: {max_epochs: 1}")
         assert "width" in resolve(project.write(TASK + "trainer: {max_epochs: 1}"))["task"]["init_args"]
         assert resolve(other / "run.yaml")["task"]["init_args"] == {"own": 1}

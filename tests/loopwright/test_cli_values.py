@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,30 +17,34 @@ Resolve = Callable[..., dict[str, Any]]
 RUN = "task: {class_path: task.Line}\ntrainer: {max_epochs: 1}\n"
 
 # What every boolean option takes. An empty value means the default.
-SPELLINGS = {word: False for word in ("false", "False", "FALSE", "0", "no", "NO", "off", "Off")}
-SPELLINGS |= {word: True for word in ("true", "True", "TRUE", "1", "yes", "YES", "on", "On")}
+SPELLINGS = dict.fromkeys(("false", "False", "FALSE", "0", "no", "NO", "off", "Off"), False)
+SPELLINGS |= dict.fromkeys(("true", "True", "TRUE", "1", "yes", "YES", "on", "On"), True)
 BOOLEANS = [f"trainer.{name}" for name, parameter in parameters_of(Trainer).items() if bool in parameter.kinds]
 ONLY_BOOLEANS = [f"trainer.{name}" for name, parameter in parameters_of(Trainer).items() if parameter.kinds == (bool,)]
 OPTIONS = [*BOOLEANS, "task.init_args.is_wide"]
 SOURCES = ("file", "environment", "flag")
 
 
-def give(project: Any, resolve: Resolve, source: str, option: str, text: str) -> Any:
-    """The value that an option has after one source gave it a text."""
+def give_all(project: Any, resolve: Resolve, source: str, given: dict[str, str]) -> dict[str, Any]:
+    """The values that options have after one source gave them these texts."""
+    flags, environment = [f"--{option}={text}" for option, text in given.items()], {}
+    file = project.write(RUN)
     if source == "file":
-        section, *keys = option.split(".")
-        tree = {"task": "{class_path: task.Line}", "trainer": "{}"}
-        tree[section] = "{class_path: task.Line, init_args: {%s: %s}}" if section == "task" else "{%s: %s}"
-        tree[section] %= (keys[-1], text)
-        values = resolve(project.write("\n".join(f"{key}: {value}" for key, value in tree.items())))
+        lines = {"task": ["class_path: task.Line"], "task.init_args": [], "trainer": ["max_epochs: 1"]}
+        for option, text in given.items():
+            section, _, name = option.rpartition(".")
+            lines[section].append(f"{name}: {text}")
+        lines["task"].append("init_args:" + "".join(f"\n    {line}" for line in lines.pop("task.init_args")))
+        file = project.write("".join(f"{key}:\n  " + "\n  ".join(texts) + "\n" for key, texts in lines.items()))
     elif source == "environment":
-        name = "LOOPWRIGHT_" + option.replace(".", "__").upper()
-        values = resolve(project.write(RUN), environment={name: text})
-    else:
-        values = resolve(project.write(RUN), f"--{option}={text}")
-    for key in option.split("."):
-        values = values[key]
-    return values
+        environment = {"LOOPWRIGHT_" + option.replace(".", "__").upper(): text for option, text in given.items()}
+    values = resolve(file, *(flags if source == "flag" else []), environment=environment)
+    return {option: functools.reduce(lambda tree, key: tree[key], option.split("."), values) for option in given}
+
+
+def give(project: Any, resolve: Resolve, source: str, option: str, text: str) -> Any:
+    """As `give_all`, for one option."""
+    return give_all(project, resolve, source, {option: text})[option]
 
 
 class TestB73:
@@ -94,12 +99,17 @@ class TestB74:
     """The text "False" is false: one reading of booleans for all options and all sources."""
 
     @pytest.mark.parametrize("source", SOURCES)
-    @pytest.mark.parametrize("option", OPTIONS)
-    def test_all_spellings(self, project: Any, resolve: Resolve, option: str, source: str) -> None:
-        default = give(project, resolve, source, option, "")
+    def test_all_spellings(self, project: Any, resolve: Resolve, source: str) -> None:
         for text, value in SPELLINGS.items():
-            assert give(project, resolve, source, option, text) == value, text
-        assert default == give(project, resolve, source, option, "null")
+            assert give_all(project, resolve, source, dict.fromkeys(OPTIONS, text)) == dict.fromkeys(OPTIONS, value), (
+                text
+            )
+
+    @pytest.mark.parametrize("source", SOURCES)
+    def test_empty_is_the_default(self, project: Any, resolve: Resolve, source: str) -> None:
+        defaults = give_all(project, resolve, "flag", dict.fromkeys(OPTIONS, "null"))
+        assert defaults["trainer.progress"] is True
+        assert give_all(project, resolve, source, dict.fromkeys(OPTIONS, "")) == defaults
 
     @pytest.mark.parametrize("source", SOURCES)
     @pytest.mark.parametrize("option", [*ONLY_BOOLEANS, "task.init_args.is_wide"])

@@ -23,7 +23,8 @@ from typing import ClassVar
 
 import pytest
 
-from loopwright.trackers.tracker import RunInfo, Status, Tracker, TrackerError
+from loopwright.distributed.errors import TrackerError
+from loopwright.trackers.tracker import RunInfo, Status, Tracker
 
 NAMES = [
     "train/loss",

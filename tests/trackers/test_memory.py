@@ -11,8 +11,9 @@ from .contract import Stored, TrackerContract
 
 class TestContract(TrackerContract):
     def make(self) -> Tracker:
-        self.trackers = [*getattr(self, "trackers", []), MemoryTracker()]
-        return self.trackers[-1]
+        tracker = MemoryTracker()
+        self.trackers = [*getattr(self, "trackers", []), tracker]
+        return tracker
 
     def read(self, run: RunInfo) -> Stored:
         legs = [leg for tracker in self.trackers for leg in tracker.runs if leg.info == run]

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,7 @@ from .contract import Stored, TrackerContract
 STATUS = {"FINISHED": "success", "FAILED": "failed", "KILLED": "interrupted"}
 
 # MLflow's own use of SQLAlchemy is deprecated there.
-pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("quiet_mlflow")]
-
-
-@pytest.fixture(scope="module")
-def quiet_mlflow() -> Iterator[None]:
-    """No calls home, and no server that the machine at hand may be set up for."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 def client(run: RunInfo) -> Any:
@@ -37,6 +29,10 @@ def client(run: RunInfo) -> Any:
 
 class TestContract(TrackerContract):
     infinity = sys.float_info.max
+
+    @pytest.fixture
+    def project(self, mlflow_project: Path) -> Path:
+        return mlflow_project
 
     def make(self) -> Tracker:
         return MLflowTracker()
@@ -53,15 +49,9 @@ class TestContract(TrackerContract):
         )
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One database for the tests below: making one takes seconds."""
-    return tmp_path_factory.mktemp("project")
-
-
 @pytest.fixture
-def run(project: Path, request: pytest.FixtureRequest) -> RunInfo:
-    return RunInfo(request.node.name, "digits", project / request.node.name)
+def run(mlflow_project: Path, request: pytest.FixtureRequest) -> RunInfo:
+    return RunInfo(request.node.name, "digits", mlflow_project / request.node.name)
 
 
 def test_run_has_its_name_experiment_tags_and_parameters(run: RunInfo) -> None:
@@ -109,8 +99,8 @@ def test_an_id_that_the_store_does_not_know_is_reported(run: RunInfo, caplog: py
     )
 
 
-def test_experiment_and_uri_of_the_caller(run: RunInfo, project: Path) -> None:
-    tracker = MLflowTracker(f"sqlite:///{project / 'mlflow.db'}", experiment="mine")
+def test_experiment_and_uri_of_the_caller(run: RunInfo, mlflow_project: Path) -> None:
+    tracker = MLflowTracker(f"sqlite:///{mlflow_project / 'mlflow.db'}", experiment="mine")
     tracker.start(RunInfo("r", "digits", Path("elsewhere") / "r", run.run_ids), {})
     tracker.finish("success")
     store = client(run)
@@ -119,8 +109,8 @@ def test_experiment_and_uri_of_the_caller(run: RunInfo, project: Path) -> None:
     assert not Path("elsewhere").exists()
 
 
-def test_uri_that_mlflow_was_told(run: RunInfo, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{project / 'mlflow.db'}")
+def test_uri_that_mlflow_was_told(run: RunInfo, mlflow_project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{mlflow_project / 'mlflow.db'}")
     tracker = MLflowTracker()
     tracker.start(RunInfo("r", "digits", Path("elsewhere") / "r", run.run_ids), {})
     tracker.log({"loss": math.pi}, 1)
@@ -130,9 +120,26 @@ def test_uri_that_mlflow_was_told(run: RunInfo, project: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("mlflow_environment")
 def test_folder_with_signs_that_mean_something_in_a_url(tmp_path: Path) -> None:
     run = RunInfo("one", "digits", tmp_path / "größe %41?#" / "one")
     tracker = MLflowTracker()
     tracker.start(run, {})
     tracker.finish("success")
     assert (run.directory.parent / "mlflow.db").stat().st_size > 0
+
+
+def test_runs_that_start_together_share_a_new_experiment(mlflow_project: Path) -> None:
+    runs = [RunInfo(f"together-{index}", "new", mlflow_project / f"together-{index}") for index in range(4)]
+    barrier = threading.Barrier(len(runs))
+
+    def record(run: RunInfo) -> None:
+        tracker = MLflowTracker()
+        barrier.wait(timeout=60)
+        tracker.start(run, {"name": run.name})
+        tracker.finish("success")
+
+    with ThreadPoolExecutor(len(runs)) as pool:
+        list(pool.map(record, runs))
+    experiments = {client(run).get_run(run.run_ids["mlflow"]).info.experiment_id for run in runs}
+    assert len(experiments) == 1

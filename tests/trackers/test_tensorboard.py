@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.api_pb2 import Status as SessionStatus
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+from tensorboard.plugins.hparams.api_pb2 import Status as SessionStatus  # type: ignore[import-untyped]
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # type: ignore[import-untyped]
 
 from loopwright.trackers.tensorboard import TensorBoardTracker
 from loopwright.trackers.tracker import RunInfo, Tracker
@@ -40,11 +40,13 @@ class TestContract(TrackerContract):
 
     def read(self, run: RunInfo) -> Stored:
         events = open_events(run.directory)
+        # Of a resumed run TensorBoard's own view keeps the first leg's outcome; each leg has a file of its own.
+        newest = max(run.directory.glob("events.*"), key=lambda path: path.stat().st_mtime_ns)
         scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
         return Stored(
             series={tag: [(event.step, event.value) for event in found] for tag, found in scalars.items()},
             config=text(events, "config/text_summary").encode().decode("unicode_escape"),
-            status=STATUS[SessionStatus.Name(session(events, "end").status)],
+            status=STATUS[SessionStatus.Name(session(open_events(newest), "end").status)],
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wandb.proto.wandb_internal_pb2 import Record
+from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
 _HEADER_SIZE = 7
 _BLOCK_SIZE = 32768

@@ -1,0 +1,109 @@
+"""`GradientMonitor`: the norms of gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..checkpoint.finite import tensor_norms
+from ..distributed.errors import ConfigError
+from .callback import Callback
+from .intervals import Interval, IntervalLike
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from .view import TaskView, TrainerView
+
+
+class GradientMonitor(Callback):
+    """Logs the norm of the gradients that the optimizer is about to apply: unscaled, and after clipping.
+
+    Metrics: `grad_norm`, over all parameters of the optimizer; with `per_module` also `grad_norm/MODULE` over each
+    module's own parameters, and with `per_parameter` `grad_norm/PARAMETER`. With several optimizers each has its own
+    total, `grad_norm/optimizer_0` and so on. Nothing is computed on other steps, and nothing is read from the device
+    until the next record, which takes the newest values; so that they belong to its very step, `every` should be the
+    Trainer's `log_every` or a multiple of it.
+
+    Args:
+        every: how often, in optimizer steps; also `"first"`.
+        norm_type: the order of the norm; `math.inf` for the largest magnitude.
+        per_module: also log each module.
+        per_parameter: also log each parameter.
+    Raises:
+        ConfigError: an argument can't be used.
+    """
+
+    provides = ("grad_norm",)
+
+    def __init__(
+        self,
+        every: IntervalLike = "50 steps",
+        norm_type: float = 2.0,
+        *,
+        per_module: bool = False,
+        per_parameter: bool = False,
+    ) -> None:
+        interval = Interval.parse(every, unit="steps", option="GradientMonitor(every)")
+        if interval.is_never or interval.last or any(duration.unit != "steps" for duration in interval.every):
+            raise ConfigError(
+                f"GradientMonitor(every={every!r}) has to know beforehand which step is due. Expected optimizer "
+                "steps, such as '50 steps', or 'first'."
+            )
+        if not norm_type > 0:
+            raise ConfigError(f"GradientMonitor(norm_type={norm_type!r}). Expected a number above 0, or math.inf.")
+        self._every = [int(duration.amount) for duration in interval.every]
+        self._first = interval.first
+        self.norm_type = float(norm_type)
+        self.per_module = per_module
+        self.per_parameter = per_parameter
+        self._names: dict[int, str] = {}
+        self._newest: dict[str, Tensor] = {}
+
+    def on_fit_start(self, trainer: TrainerView, task: TaskView) -> None:
+        self._names = {id(parameter): name for name, parameter in task.named_parameters()}
+        self._newest = {}
+
+    def on_before_step(self, trainer: TrainerView, task: TaskView, optimizer: Optimizer) -> None:
+        step = trainer.state.step + 1  # the one that these gradients will make
+        if any(step % every == 0 for every in self._every) or (self._first and step == 1):
+            self._measure(optimizer, self._total_name(trainer, optimizer))
+
+    def on_log(self, trainer: TrainerView, task: TaskView, metrics: dict[str, float], step: int) -> None:
+        if self._newest:
+            device = next(iter(self._newest.values())).device
+            values = torch.stack([norm.to(device) for norm in self._newest.values()]).tolist()
+            metrics.update(zip(self._newest, values, strict=True))
+            self._newest = {}
+
+    def _total_name(self, trainer: TrainerView, optimizer: Optimizer) -> str:
+        if len(trainer.optimizers) == 1:
+            return "grad_norm"
+        index = next(i for i, other in enumerate(trainer.optimizers) if other is optimizer)
+        return f"grad_norm/optimizer_{index}"
+
+    def _measure(self, optimizer: Optimizer, total_name: str) -> None:
+        gradients = {
+            self._names[id(parameter)]: parameter.grad
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None and parameter.grad.numel() > 0
+        }
+        norms = dict(zip(gradients, tensor_norms(gradients.values(), self.norm_type), strict=True))
+        if not norms:
+            return
+        self._newest[total_name] = self._joint(list(norms.values()))
+        if self.per_module:
+            modules: dict[str, list[Tensor]] = {}
+            for name, norm in norms.items():
+                modules.setdefault(name.rpartition(".")[0], []).append(norm)
+            self._newest |= {f"grad_norm/{name}": self._joint(parts) for name, parts in modules.items() if name}
+        if self.per_parameter:
+            self._newest |= {f"grad_norm/{name}": norm for name, norm in norms.items()}
+
+    def _joint(self, norms: list[Tensor]) -> Tensor:
+        """The norm of several tensors together, from the norm of each."""
+        stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+        return tensor_norms([stacked], self.norm_type)[0]

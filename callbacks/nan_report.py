@@ -1,0 +1,168 @@
+"""What `NaNGuard` says: where a value went bad, in which samples, and in which module first."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.finite import all_finite, find_nonfinite_weight, nonfinite_names
+from ..distributed.random import preserved_random_state
+
+if TYPE_CHECKING:
+    from .view import TaskView, TrainerView
+
+_MOST_LISTED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Occurrence:
+    """One time that something was not finite."""
+
+    what: str
+    batch: Any
+    """The micro-batch, None where it is over."""
+    batch_idx: int
+    late_step: int | None = None
+    """The step that it happened in, where it is reported later."""
+
+
+class Buffers:
+    """Copies of a module's buffers from the start of an accumulation window; without a module there are none."""
+
+    def __init__(self, module: Any = None) -> None:
+        modules = [] if module is None else module.modules()
+        self._places = [(m, name) for m in modules for name, buffer in m._buffers.items() if buffer is not None]
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._window = -1
+
+    def keep(self, window: int) -> None:
+        """Copy them, if this window is a new one."""
+        if self._places and window != self._window:
+            self._window = window
+            # All of them: kernels such as batch norm's change buffers without counting up their version.
+            buffers = [module._buffers[name] for module, name in self._places]
+            self._kept = [(buffer, buffer.detach().clone()) for buffer in buffers]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Make them what they were when the window began."""
+        for (module, name), (buffer, copy) in zip(self._places, self._kept, strict=True):
+            module._buffers[name] = buffer.copy_(copy)
+
+
+def describe(trainer: TrainerView, task: TaskView, occurrence: Occurrence, *, locate: bool) -> str:
+    """One paragraph on what happened, where, and what was bad first."""
+    state = trainer.state
+    batch_size = _batch_size(occurrence.batch)
+    samples = f", samples {state.samples} to {state.samples + batch_size - 1} of the run" if batch_size else ""
+    place = f"(epoch {state.epoch}, batch {occurrence.batch_idx}{samples})"
+    if occurrence.late_step is None:
+        sentences = [f"{occurrence.what} at step {state.step + 1} {place}."]
+    else:
+        sentences = [f"{occurrence.what} at step {occurrence.late_step}. This was seen at step {state.step} {place}."]
+    if trainer.window_size > 1:
+        sentences.append(f"A step takes {trainer.window_size} micro-batches, this one and those before it.")
+    sentences += _bad_inputs(occurrence.batch, state.samples)
+    if weight := find_nonfinite_weight(trainer.unwrapped_model()):
+        sentences.append(f"The weight {weight!r} is not finite itself.")
+    sentences += _bad_gradients(task)
+    if locate and occurrence.batch is not None and occurrence.late_step is None:
+        sentences.append(_first_bad_module(trainer, task, occurrence))
+    return " ".join(sentences)
+
+
+def _batch_size(batch: Any) -> int | None:
+    sizes = {len(tensor) for _, tensor in _tensors("batch", batch) if tensor.ndim > 0}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _tensors(name: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of nested containers, each with how it is reached."""
+    if isinstance(tree, Tensor):
+        yield name, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _tensors(f"{name}[{key!r}]", value)
+    elif isinstance(tree, (list, tuple)):
+        for index, value in enumerate(tree):
+            yield from _tensors(f"{name}[{index}]", value)
+
+
+def _bad_inputs(batch: Any, samples_before: int) -> list[str]:
+    found = []
+    for name, tensor in _tensors("batch", batch):
+        if all_finite([tensor]):
+            continue
+        rows = (~tensor.isfinite()).flatten(1).any(1).nonzero().flatten().tolist() if tensor.ndim > 1 else []
+        if tensor.ndim == 1:
+            rows = (~tensor.isfinite()).nonzero().flatten().tolist()
+        listed = ", ".join(str(row) for row in rows[:_MOST_LISTED]) + (", ..." if len(rows) > _MOST_LISTED else "")
+        first = f" (the first is sample {samples_before + rows[0]} of the run)" if rows else ""
+        found.append(f"The input {name} is not finite itself, in rows {listed}{first}.")
+    return found
+
+
+def _bad_gradients(task: TaskView) -> list[str]:
+    gradients = {name: p.grad for name, p in task.named_parameters() if p.grad is not None}
+    bad = nonfinite_names(gradients)
+    if not bad:
+        return []
+    # Backward goes from the last module to the first, so the last of them is the nearest to where it began.
+    return [
+        f"Gradients of {len(bad)} of {len(gradients)} parameters are not finite; the nearest to the loss: {bad[-1]!r}."
+    ]
+
+
+def _first_bad_module(trainer: TrainerView, task: TaskView, occurrence: Occurrence) -> str:
+    """Run the batch once more and name the module whose output is not finite first."""
+    step = getattr(task, "training_step", None)
+    if step is None or not getattr(task, "automatic_optimization", True):
+        return "The first bad module is not looked for in manual optimization."
+    found: list[str] = []
+
+    def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not found and not all_finite(tensor for _, tensor in _tensors("", output)):
+            good = all_finite(tensor for _, tensor in _tensors("", inputs))
+            state = "its input is finite" if good else "its input is not finite already"
+            found.append(f"The first module with a bad output is {name!r} ({type(module).__name__}); {state}.")
+
+    with _without_trace(trainer, task), contextlib.ExitStack() as hooks:
+        for name, module in task.named_modules():
+            if name:
+                handle = module.register_forward_hook(lambda m, i, o, name=name: look(name, m, i, o))
+                hooks.callback(handle.remove)
+        step(occurrence.batch, occurrence.batch_idx)
+    return found[0] if found else "No module's output was bad in a second run of this batch."
+
+
+@contextlib.contextmanager
+def _without_trace(trainer: TrainerView, task: Any) -> Iterator[None]:
+    """Random states and buffers are put back, nothing is logged, no graph is built, and the compiler stands aside."""
+    buffers = Buffers(task)
+    buffers.keep(0)
+    task.__dict__["log"] = lambda *values, **options: None
+    try:
+        with preserved_random_state(trainer.device), torch.no_grad(), _autocast(trainer), _uncompiled():
+            yield
+    finally:
+        del task.__dict__["log"]
+        buffers.put_back()
+
+
+def _autocast(trainer: Any) -> contextlib.AbstractContextManager[Any]:
+    context: contextlib.AbstractContextManager[Any] = trainer.strategy.precision.autocast()
+    return context
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    # Compiled code does not see hooks that were added later. Asking would import the compiler, which takes a second.
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    eager: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return eager

@@ -1,0 +1,154 @@
+"""Environment variables: every one that this package reads, in one table, and how their values are read.
+
+An argument that was given always wins over a variable.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .errors import ConfigError, suggest
+
+PREFIXES = ("LOOPWRIGHT_", "ACCELERATE_")
+"""What stands before the names of `VARIABLES`; the first that is set wins."""
+
+VARIABLES = {
+    "GRADIENT_ACCUMULATION_STEPS": "micro-batches per optimizer step of an `Accelerator`",
+    "LOG_LEVEL": "level of the loggers that `get_logger` gives, such as INFO",
+    "MIXED_PRECISION": "no, bf16 or fp16: the number format of an `Accelerator`",
+    "TORCH_DEVICE": "the device of an `Accelerator`, such as cuda:1",
+    "USE_CPU": "whether an `Accelerator` stays on the CPU although there is an accelerator device",
+}
+LAUNCHER_VARIABLES = {
+    "LOCAL_RANK": "this process's index on its machine",
+    "RANK": "this process's index",
+    "WORLD_SIZE": "the number of processes",
+}
+"""Set by launchers, read without a prefix."""
+
+_TRUE = ("1", "true", "t", "yes", "y", "on")
+_FALSE = ("0", "false", "f", "no", "n", "off")
+
+
+def read_variable(name: str) -> tuple[str, str] | None:
+    """The full name and the text of a variable of `VARIABLES`; None where it is unset or empty."""
+    assert name in VARIABLES, name
+    for prefix in PREFIXES:
+        if text := os.environ.get(prefix + name, "").strip():
+            return prefix + name, text
+    return None
+
+
+def read_text(name: str) -> str | None:
+    """The text of a variable of `VARIABLES`, None where it is unset or empty."""
+    found = read_variable(name)
+    return None if found is None else found[1]
+
+
+def read_flag(name: str) -> bool | None:
+    """A variable of `VARIABLES` as a claim, None where it is unset or empty.
+
+    Raises:
+        ConfigError: its text is neither of the words for true and false.
+    """
+    found = read_variable(name)
+    return None if found is None else _flag(*found)
+
+
+def read_int(name: str) -> int | None:
+    """A variable of `VARIABLES` as an integer, None where it is unset or empty.
+
+    Raises:
+        ConfigError: its text is no integer.
+    """
+    found = read_variable(name)
+    return None if found is None else _int(*found)
+
+
+def launched_as(name: str, default: int) -> int:
+    """A number that a launcher has set, else the default.
+
+    Raises:
+        ConfigError: its text is no integer.
+    """
+    assert name in LAUNCHER_VARIABLES, name
+    text = os.environ.get(name, "").strip()
+    return _int(name, text) if text else default
+
+
+def str_to_bool(value: str) -> int:
+    """1 for y, yes, t, true, on and 1; 0 for n, no, f, false, off and 0, in any case.
+
+    Raises:
+        ConfigError: it is another word.
+    """
+    return int(_flag("value", value))
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """A variable of your own as a claim; the default where it is unset.
+
+    Raises:
+        ConfigError: its text is neither of the words for true and false.
+    """
+    return _flag(key, os.environ[key]) if key in os.environ else default
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """The text of a variable of your own; the default where it is unset."""
+    return os.environ.get(key, default)
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """The first of these variables of your own that holds a number of at least 0; else the default.
+
+    Raises:
+        ConfigError: one is set to something else than an integer.
+    """
+    for key in env_keys:
+        if key in os.environ and (value := _int(key, os.environ[key])) >= 0:
+            return value
+    return default
+
+
+@contextmanager
+def patch_environment(**variables: Any) -> Iterator[None]:
+    """A context in which these variables are set, their names in upper case; put back afterwards, also on an error."""
+    before = {key.upper(): os.environ.get(key.upper()) for key in variables}
+    os.environ.update({key.upper(): str(value) for key, value in variables.items()})
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            os.environ.pop(key, None)
+            if value is not None:
+                os.environ[key] = value
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """A context in which no variable is set; put back afterwards, also on an error."""
+    before = dict(os.environ)
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _flag(name: str, text: str) -> bool:
+    word = text.strip().lower()
+    if word not in _TRUE + _FALSE:
+        raise ConfigError(f"{name}={text!r} is neither true nor false. {suggest(word, _TRUE + _FALSE)}")
+    return word in _TRUE
+
+
+def _int(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}={text!r} is not an integer. Set a whole number, or unset it.") from error

@@ -1,0 +1,25 @@
+"""`DistributedType`: how the processes of a run work together."""
+
+from __future__ import annotations
+
+import enum
+
+
+class DistributedType(str, enum.Enum):
+    """How the processes of a run work together; the members are Accelerate's, and equal to their text."""
+
+    NO = "NO"
+    """One process."""
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
