@@ -15,7 +15,8 @@ ROOMS  := trainer callbacks trackers inference strategies checkpoint data distri
 
 demo: $(VENV)/.installed-recipes
 	$(BIN)/loopwright fit recipes/digits/digits.yaml
-	$(BIN)/loopwright test recipes/digits/digits.yaml --weights runs/digits/checkpoints/best.safetensors
+	$(BIN)/loopwright test recipes/digits/digits.yaml \
+		--weights "$$(ls -t runs/digits*/checkpoints/best*.safetensors | head -n 1)"
 
 test: $(VENV)/.installed-dev
 	$(BIN)/pytest -m "not slow and not gpu"

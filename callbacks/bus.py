@@ -17,8 +17,9 @@ EVENTS: dict[str, Event] = {name: method for name, method in vars(Callback).item
 """Every event by the name of its method, in the order of firing."""
 
 CLEAN_UP: frozenset[Event] = frozenset({
-    Callback.on_batch_end, Callback.on_validation_end, Callback.on_test_end, Callback.on_predict_end,
-    Callback.on_epoch_end, Callback.on_fit_end, Callback.on_exception, Callback.on_teardown,
+    Callback.on_batch_end, Callback.on_epoch_end, Callback.on_fit_end, Callback.on_exception, Callback.on_teardown,
+    Callback.on_validation_batch_end, Callback.on_test_batch_end, Callback.on_predict_batch_end,
+    Callback.on_validation_end, Callback.on_test_end, Callback.on_predict_end,
 })  # fmt: skip
 """Events at which one callback's failure does not keep the others from being called."""
 

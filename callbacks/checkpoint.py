@@ -79,6 +79,11 @@ class ModelCheckpoint(Callback):
         self._is_restored = False
         self._begin()
 
+    @property
+    def schedule(self) -> Interval:
+        """When `last` is due, for the plan of a run."""
+        return self.interval
+
     def _begin(self) -> None:
         self._kept = KeptFiles(self.top_k, self._monitor)
         self._own = OwnFiles("ModelCheckpoint")

@@ -96,7 +96,7 @@ class Monitor:
         if trainer.error is not None or not trainer.state.epoch_ended or self._is_from_validation:
             return None
         if self.name not in self._recorded_at:
-            if self._has_validated or trainer.num_validation_batches is None:
+            if self._has_validated or not trainer.has_validation:
                 raise self._never_logged(trainer, metrics)
             return None  # validation was not due yet
         if self._recorded_at[self.name] != trainer.state.step:

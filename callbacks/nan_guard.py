@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
 
@@ -31,9 +32,9 @@ class NaNGuard(Callback):
     Every report names the step, the batch, the samples, which of them were not finite already, and the first module
     whose output is not finite. To find that module, `training_step` runs once more on the batch, without gradients and
     logging and with random states and buffers put back; under `"skip"` only at the first time, since what a step counts
-    itself is counted twice by that. Where each loss is watched (see `every`) the weights are still finite then, whatever
-    the policy, so that what is saved at the end is good; `ModelCheckpoint` also checks for itself. fp16's overflows,
-    which its loss scaling expects and drops, are none.
+    itself is counted twice by that. Where each loss is watched (see `every`) the weights are still finite then,
+    whatever the policy, so that what is saved at the end is good; `ModelCheckpoint` also checks for itself. fp16's
+    overflows, which its loss scaling expects and drops, are none.
 
     `nonfinite_steps` counts the optimizer steps that this happened in, and is put into the next record.
 
@@ -103,8 +104,8 @@ class NaNGuard(Callback):
     def on_before_backward(self, trainer: TrainerView, task: TaskView, loss: Tensor) -> None:
         if not self._watches_each:
             self._watch_on_device(trainer, loss)
-        elif not all_finite([loss]):
-            self._act(trainer, task, f"the loss is {float(loss.detach()):g}")
+        elif not math.isfinite(value := loss.item()):
+            self._act(trainer, task, f"the loss is {value:g}")
 
     def on_before_step(self, trainer: TrainerView, task: TaskView, optimizer: Optimizer) -> None:
         if self._bad_window == _window(trainer):

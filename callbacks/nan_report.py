@@ -119,10 +119,9 @@ def _bad_gradients(task: TaskView) -> list[str]:
     ]
 
 
-def _first_bad_module(trainer: TrainerView, task: TaskView, occurrence: Occurrence) -> str:
+def _first_bad_module(trainer: TrainerView, task: Any, occurrence: Occurrence) -> str:
     """Run the batch once more and name the module whose output is not finite first."""
-    step = getattr(task, "training_step", None)
-    if step is None or not getattr(task, "automatic_optimization", True):
+    if not task.automatic_optimization:
         return "The first bad module is not looked for in manual optimization."
     found: list[str] = []
 
@@ -137,7 +136,10 @@ def _first_bad_module(trainer: TrainerView, task: TaskView, occurrence: Occurren
             if name:
                 handle = module.register_forward_hook(lambda m, i, o, name=name: look(name, m, i, o))
                 hooks.callback(handle.remove)
-        step(occurrence.batch, occurrence.batch_idx)
+        try:
+            task.training_step(occurrence.batch, occurrence.batch_idx)
+        except Exception as error:  # noqa: BLE001 - it is told in the report, which must not be lost to it
+            found.append(f"A second run of this batch failed: {type(error).__name__}: {error}.")
     return found[0] if found else "No module's output was bad in a second run of this batch."
 
 
@@ -148,16 +150,11 @@ def _without_trace(trainer: TrainerView, task: Any) -> Iterator[None]:
     buffers.keep(0)
     task.__dict__["log"] = lambda *values, **options: None
     try:
-        with preserved_random_state(trainer.device), torch.no_grad(), _autocast(trainer), _uncompiled():
+        with preserved_random_state(trainer.device), torch.no_grad(), trainer.autocast(), _uncompiled():
             yield
     finally:
         del task.__dict__["log"]
         buffers.put_back()
-
-
-def _autocast(trainer: Any) -> contextlib.AbstractContextManager[Any]:
-    context: contextlib.AbstractContextManager[Any] = trainer.strategy.precision.autocast()
-    return context
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[Any]:

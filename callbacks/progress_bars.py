@@ -109,22 +109,23 @@ class BarDisplay:
 
     def _open(self, work: Work, *, position: int, leave: bool) -> tqdm[Any]:
         # miniters=0 and mininterval=0: each `update` draws.
-        columns = _columns(self._stream)
+        columns, rows = _size(self._stream)
         bar = self._class(
             desc=work.title, total=work.total, initial=work.initial, position=position, leave=leave, file=self._stream,
-            unit="batch", ncols=columns, dynamic_ncols=columns is None, miniters=0, mininterval=0,
+            unit="batch", ncols=columns, nrows=rows, dynamic_ncols=columns is None,
+            miniters=0, mininterval=0,
         )  # fmt: skip
         _set_clock(bar, work)
         return bar
 
 
-def _columns(stream: TextIO) -> int | None:
-    """The width that tqdm can't find: 80 on a terminal that says 0, as they do in some containers. None: it can."""
+def _size(stream: TextIO) -> tuple[int, int] | tuple[None, None]:
+    """80 columns and 24 rows on a terminal that says it has none, as they do in some containers; else tqdm looks."""
     try:
-        width = os.get_terminal_size(stream.fileno()).columns
+        columns = os.get_terminal_size(stream.fileno()).columns
     except OSError:  # not a terminal, or not a file: nothing to be asked
-        return None
-    return 80 if width == 0 else None
+        return None, None
+    return (80, 24) if columns == 0 else (None, None)
 
 
 def _begin_again(bar: tqdm[Any], work: Work) -> None:

@@ -89,7 +89,7 @@ class WindowReader:
                 divisor = size if self.carried else len(batches)
                 self.carried = 0
                 yield Window(batches, divisor, True, is_last)
-        self._check_length()
+        check_length(self._loader, self.num_fetched, self._limit)
 
     def _fetch(self, iterator: Iterator[Any], count: int) -> None:
         """Have `count` batches ahead, or the end. Only `next` here takes a StopIteration as the end of the data."""
@@ -103,22 +103,21 @@ class WindowReader:
             self._ahead.append(batch)
         self.wait_seconds += time.perf_counter() - began
 
-    def _check_length(self) -> None:
-        """A map-style dataset that raises StopIteration would end the epoch in silence.
 
-        Raises:
-            DataError: the loader ended before its length; says where.
-        """
-        loader = self._loader.loader
-        expected = self._loader.length
-        if self._limit is not None and expected is not None:
-            expected = min(expected, self._limit)
-        # Torch's own samplers give as many indices as they say; the length of others may be an estimate.
-        is_exact = type(getattr(loader, "sampler", None)) in (SequentialSampler, RandomSampler)
-        is_exact = is_exact and type(getattr(loader, "batch_sampler", None)) in (BatchSampler, type(None))
-        if is_exact and expected is not None and self.num_fetched < expected:
-            raise DataError(
-                f"the loader ended after {self.num_fetched} of its {expected} batches. Its dataset or collate function "
-                f"raised StopIteration at batch {self.num_fetched}, or a sampler gave fewer indices than its "
-                "length says."
-            )
+def check_length(loader: PreparedLoader, num_fetched: int, limit: int | None) -> None:
+    """See at the end of a pass that it was one: a dataset that raises StopIteration would cut it short in silence.
+
+    Raises:
+        DataError: a map-style loader ended before its length; says where.
+    """
+    expected = loader.length
+    if expected is None or (limit is not None and limit <= num_fetched):
+        return
+    # Torch's own samplers give as many indices as they say; the length of others may be an estimate.
+    is_exact = type(loader.sampler) in (SequentialSampler, RandomSampler)
+    is_exact = is_exact and type(loader.batch_sampler) in (BatchSampler, type(None))
+    if is_exact and num_fetched < expected:
+        raise DataError(
+            f"the loader ended after {num_fetched} of its {expected} batches. Its dataset or collate function raised "
+            f"StopIteration at batch {num_fetched}, or a sampler gave fewer indices than its length says."
+        )

@@ -29,5 +29,6 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a top-level module could be imported, without importing it."""
-    return importlib.util.find_spec(module) is not None
+    """Whether a top-level module could be imported, without importing it. A mere folder of that name is none."""
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None

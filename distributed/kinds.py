@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 
-class DistributedType(str, enum.Enum):
+class DistributedType(enum.StrEnum):
     """How the processes of a run work together; the members are Accelerate's, and equal to their text."""
 
     NO = "NO"

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 # What else than torch.OutOfMemoryError says that the memory is used up.
 _TEXTS = (
     " out of memory.",
-    "CUDNN_STATUS_NOT_SUPPORTED",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
     "MPS backend out of memory",
@@ -34,7 +34,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     if garbage_collection:
         gc.collect()
     if torch.accelerator.is_available():
-        torch.accelerator.memory.empty_cache()
+        torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
 
 
 def release_memory(*objects: Any) -> list[None]:
@@ -84,7 +84,9 @@ def find_executable_batch_size(
         TypeError: when called: a batch size was passed as well.
     """
     if not 0 < factor < 1:
-        raise ConfigError(f"find_executable_batch_size(factor={factor}). Expected a number between 0 and 1, such as 0.5.")
+        raise ConfigError(
+            f"find_executable_batch_size(factor={factor}). Expected a number between 0 and 1, such as 0.5."
+        )
     if function is None:
         return functools.partial(
             find_executable_batch_size,
@@ -98,6 +100,7 @@ def find_executable_batch_size(
     @functools.wraps(decorated)
     def search(*args: Any, **kwargs: Any) -> Any:
         _check_arguments(decorated, args, kwargs)
+        clear_device_cache(garbage_collection=True)
         size, failed = starting_batch_size, list[int]()
         while size > 0:
             fits, result = _try(decorated, size, args, kwargs)
@@ -107,7 +110,9 @@ def find_executable_batch_size(
             failed.append(size)
             size = next_size(size)
             if size >= failed[-1]:
-                raise ConfigError(f"reduce_batch_size_fn gave {size} after {failed[-1]}. It has to give a smaller size.")
+                raise ConfigError(
+                    f"reduce_batch_size_fn gave {size} after {failed[-1]}. It has to give a smaller size."
+                )
         tried = f" Tried {', '.join(map(str, failed))}." if failed else f" It began at {starting_batch_size}."
         raise RuntimeError(f"No executable batch size found, reached zero.{tried}")
 
@@ -116,7 +121,6 @@ def find_executable_batch_size(
 
 def _try(function: Callable[..., Any], size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
     """Whether a size fits, and the result. The caught error is gone on return, and with it what its frames held."""
-    clear_device_cache(garbage_collection=True)
     try:
         return True, function(size, *args, **kwargs)
     except RuntimeError as error:

@@ -26,7 +26,7 @@ def is_namedtuple(data: Any) -> bool:
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
     """A sequence of the same type as `obj`, named tuples included, from these items."""
-    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)  # type: ignore[call-arg]
+    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
 
 def recursively_apply(
@@ -65,8 +65,8 @@ def recursively_apply(
         return func(data, *args, **kwargs)
     if error_on_other_type:
         raise TypeError(
-            f"{_name(func)} got a {type(data).__name__} ({data!r:.80}). Expected tensors, or tuples, lists and mappings "
-            f"of what {_name(test_type)} accepts."
+            f"{_name(func)} got a {type(data).__name__} ({data!r:.80}). Expected what {_name(test_type)} accepts, or "
+            "tuples, lists and mappings of it."
         )
     return data
 
@@ -89,7 +89,9 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         joined = {key: concatenate([item[key] for item in data], dim) for key in first}
         return type(first)(joined)  # type: ignore[call-arg]
     if not isinstance(first, Tensor):
-        raise TypeError(f"concatenate got a {type(first).__name__}. Expected tensors, nested in the same way in each item.")
+        raise TypeError(
+            f"concatenate got a {type(first).__name__}. Expected tensors, nested in the same way in each item."
+        )
     return torch.cat(list(data), dim=dim)
 
 

@@ -104,8 +104,8 @@ def _each_tensor(operation: str, function: Callable[[Tensor], Tensor], data: Any
     def apply(leaf: Any) -> Tensor:
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"{operation} got a {type(leaf).__name__} ({leaf!r:.80}). Expected tensors, nested in tuples, lists and "
-                "mappings; gather_object and broadcast_object_list take other objects."
+                f"{operation} got a {type(leaf).__name__} ({leaf!r:.80}). Expected tensors, or tuples, lists and "
+                "mappings of them; gather_object and broadcast_object_list take other objects."
             )
         return function(leaf)
 

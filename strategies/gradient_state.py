@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from ..data.loader import PreparedLoader
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class GradientAccumulationPlugin:
-    """How gradients are accumulated under `Accelerator`; the names are Accelerate's."""
+    """How gradients are accumulated under `Accelerator`; the names and their order are Accelerate's."""
 
     num_steps: int = 1
     """Micro-batches per optimizer step."""
@@ -91,14 +91,32 @@ class GradientState:
         """Samples in the active loader's short last batch over all processes, 0 where there is none, -1 if unknown."""
         return self.loaders[-1].remainder if self.loaders else -1
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether a window that a loader's end cuts is divided by its real size."""
+        return self.plugin.exact_last_window and self.sync_with_dataloader
+
+    def change_num_steps(self, value: object) -> None:
+        """Set the micro-batches per window, from the next backward on.
+
+        Raises:
+            ConfigError: it is not an integer of at least 1.
+        """
+        self.num_steps = self.window_size = check_num_steps(value, "gradient_accumulation_steps")
+
     def advance(self) -> None:
         """Count one micro-batch and decide whether it closes its window. Called by `Accelerator.accumulate`."""
+        is_first = self.micro_steps % self.num_steps == 0
         if self.sync_with_dataloader and self.end_of_dataloader:
             self.micro_steps, self.sync_gradients = 0, True
         else:
             self.micro_steps += 1
             self.sync_gradients = self.micro_steps % self.num_steps == 0
-        if self.plugin.exact_last_window and self.loaders:
-            self.window_size = self.loaders[-1].window_size(self.num_steps)
-        else:
-            self.window_size = self.num_steps
+        if is_first:
+            self.window_size = min(self.num_steps, self._batches_left())
+
+    def _batches_left(self) -> int:
+        """Micro-batches that this window can have at most, as far as they have to be known."""
+        if self.is_exact and self.loaders:
+            return self.loaders[-1].batches_known
+        return self.num_steps

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..distributed.errors import ConfigError
 from .outcome import StepOutcome
+from .precision import ScaledPrecision
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -23,18 +25,20 @@ class GatedOptimizer(Optimizer):
     It shares `param_groups` and `state` with the optimizer it wraps, so that schedulers may be built on either.
     """
 
+    _is_accelerate_prepared = True
+
     def __init__(self, optimizer: Optimizer, strategy: Strategy) -> None:
         # Not Optimizer.__init__: groups and state are the wrapped optimizer's own.
         self.optimizer = optimizer
         self.strategy = strategy
         self.outcome = StepOutcome.ACCUMULATED
         """What became of the newest call of `step`."""
-        self.before_step: Callable[[Optimizer], None] | None = None
-        """Called with the torch optimizer before each step that is due, its gradients unscaled."""
+        self.before_step: Callable[[Optimizer], bool] | None = None
+        """Called with the torch optimizer before each step that will be applied, its gradients unscaled. False drops it."""
         self._zero_grad_takes_none = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -42,7 +46,7 @@ class GatedOptimizer(Optimizer):
         self.optimizer.param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         return self.optimizer.state
 
     @state.setter
@@ -50,7 +54,7 @@ class GatedOptimizer(Optimizer):
         self.optimizer.state = state
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         return self.optimizer.defaults
 
     @defaults.setter
@@ -62,21 +66,41 @@ class GatedOptimizer(Optimizer):
         """Whether the newest step was dropped for an overflow."""
         return self.outcome is StepOutcome.SKIPPED
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step if gradients synchronise, else do nothing.
 
+        Args:
+            closure: for optimizers that compute the loss several times in a step (LBFGS): clears the gradients, runs
+                forward and `Accelerator.backward`, and returns the loss.
+        Returns:
+            What a step with a closure gives; else None.
         Raises:
-            ConfigError: a closure was given, which neither accumulation nor scaling can serve.
+            ConfigError: a closure was given, and gradients are accumulated or scaled.
         """
         if closure is not None:
-            raise ConfigError(
-                "optimizer.step(closure) can't be gated. Call backward first and step() without a closure; "
-                "an optimizer that needs one (LBFGS) has to stay outside prepare()."
-            )
+            return self._step_with(closure)
         if self.before_step is not None and self.strategy.gradient_state.sync_gradients:
-            self.strategy.precision.unscale(self.optimizer)
-            self.before_step(self.optimizer)
+            will_apply = self.strategy.precision.unscale(self.optimizer)
+            if will_apply and not self.before_step(self.optimizer):
+                self.strategy.precision.forget(self.optimizer)
+                self.outcome = StepOutcome.SKIPPED
+                return None
         self.outcome = self.strategy.step(self.optimizer)
+        return None
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        # One process and unscaled gradients: there is nothing for the strategy to do around the optimizer's own loop.
+        state = self.strategy.gradient_state
+        if state.num_steps != 1 or isinstance(self.strategy.precision, ScaledPrecision):
+            raise ConfigError(
+                "optimizer.step(closure) was called, which neither accumulation nor the scaling of fp16 can serve. Use "
+                "gradient_accumulation_steps=1 and mixed_precision 'no' or 'bf16', or step() without a closure."
+            )
+        if self.before_step is not None:
+            raise ConfigError("optimizer.step(closure) can't be used in a Task. Call backward first, and step() alone.")
+        result = self.optimizer.step(closure)
+        self.outcome = StepOutcome.APPLIED
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients if they synchronise, else do nothing.
@@ -102,6 +126,12 @@ class GatedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict)
+
+    def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
+        return self.optimizer.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> RemovableHandle:
+        return self.optimizer.register_step_post_hook(hook)
 
     def train(self) -> None:
         """Forwarded to optimizers that have modes (schedule-free ones)."""

@@ -21,6 +21,9 @@ class Precision(ABC):
     autocasts: bool = False
     """Whether `autocast()` does anything: the loop enters no context where it does not."""
 
+    scales: bool = False
+    """Whether losses are scaled, so that gradients have to be unscaled: the loop asks for neither where not."""
+
     @abstractmethod
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which a forward pass runs."""
@@ -81,6 +84,8 @@ class ScaledPrecision(MixedPrecision):
         device: where the model is.
         scaler: torch's scaler; by default one for the device.
     """
+
+    scales = True
 
     def __init__(
         self, device: torch.device, scaler: torch.amp.GradScaler | None = None, cache_enabled: bool = True

@@ -21,6 +21,8 @@ class GatedScheduler:
         step_with_optimizer: False: the scheduler steps whenever it is asked to.
     """
 
+    _is_accelerate_prepared = True
+
     def __init__(
         self,
         scheduler: Any,
@@ -46,10 +48,13 @@ class GatedScheduler:
             self.scheduler.step(*args, **kwargs)
         elif not self.gradient_state.sync_gradients:
             self._accumulated_calls += 1
-        elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+        else:
             calls = 1 + self._accumulated_calls if self.gradient_state.adjust_scheduler else 1
             self._accumulated_calls = 0
-            for _ in range(calls * self.steps_per_call):
+            if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+                return
+            # One that is given a metric or an epoch has nothing new to see at a second call.
+            for _ in range(1 if args or kwargs else calls * self.steps_per_call):
                 self._step_within_total(*args, **kwargs)
 
     def _step_within_total(self, *args: Any, **kwargs: Any) -> None:
@@ -61,6 +66,11 @@ class GatedScheduler:
     def get_last_lr(self) -> list[float]:
         """The newest learning rate of each parameter group."""
         rates: list[float] = self.scheduler.get_last_lr()
+        return rates
+
+    def get_lr(self) -> list[float]:
+        """The learning rates that torch's schedulers compute for their next step."""
+        rates: list[float] = self.scheduler.get_lr()
         return rates
 
     def state_dict(self) -> dict[str, Any]:

@@ -79,7 +79,9 @@ class Strategy(ABC):
         window_size = self.gradient_state.window_size
         if window_size != 1:
             loss = loss / window_size
-        self.precision.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+        if self.precision.scales:
+            loss = self.precision.scale(loss)
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def step(self, optimizer: Optimizer) -> StepOutcome:
         """Step a torch optimizer if gradients synchronise now, else do nothing. Unscales what is not yet unscaled."""

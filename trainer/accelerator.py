@@ -2,45 +2,291 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from ..distributed.process import ProcessState
+from ..data.configuration import DataLoaderConfiguration
+from ..data.loader import PreparedLoader
+from ..data.skip import skip_first_batches
+from ..distributed.errors import ConfigError
+from ..distributed.memory import release_memory
+from ..distributed.operations import gather_object
+from ..strategies.forward import Autocast, autocast_factory
 from ..strategies.gradient_state import GradientAccumulationPlugin, GradientState
-from ..strategies.precision import Precision, create_precision
+from ..strategies.handlers import AutocastKwargs, Handlers, KwargsHandler
+from ..strategies.optimizer import GatedOptimizer
+from ..strategies.precision import Precision, ScaledPrecision
 from ..strategies.registry import create_strategy
+from ..strategies.scheduler import GatedScheduler
 from ..strategies.strategy import Strategy
+from .arguments import read_accumulation, read_precision, read_process, read_project, read_rng_types, refuse_others
+from .preparation import Preparation
+from .process_methods import ProcessMethods
+from .project import ProjectConfiguration
+from .state_methods import StateMethods
+from .tracking_methods import LogWith, TrackingMethods
+from .unscaling import unscale, unscale_for
 
 
-class Accelerator:
+class Accelerator(ProcessMethods, TrackingMethods, StateMethods):
     """Prepares models, optimizers, loaders and schedulers, and carries out their steps.
 
+    Names and meanings are those of Hugging Face Accelerate; `docs/from-accelerate.md` lists the differences. Where an
+    argument is left out, its environment variable decides (`distributed/environment.py`).
+
     Args:
+        device_placement: move models and batches to the device.
         mixed_precision: `"no"`, `"bf16"` or `"fp16"`.
-        gradient_accumulation_steps: micro-batches per optimizer step.
-        cpu: stay on the CPU although there is an accelerator.
+        gradient_accumulation_steps: micro-batches per optimizer step; 1 by default.
+        cpu: stay on the CPU although there is an accelerator device.
+        dataloader_config: how loaders are prepared.
+        rng_types: random states that processes agree on at the beginning of a pass; in one process without effect.
+        log_with: experiment trackers: a word, an object, or a list of these.
+        project_dir: the folder of the project's files.
+        project_config: the same with its further settings.
         gradient_accumulation_plugin: accumulation with its further settings, instead of the number alone.
+        step_scheduler_with_optimizer: schedulers wait for their optimizers; False: they step whenever asked to.
+        kwargs_handlers: settings for torch's own objects, at most one handler of each class.
         strategy: how a step is carried out.
+        scale_scheduler_by_processes: a schedule advances by the number of processes at each optimizer step, as
+            Accelerate has it for schedules that were planned for the unsharded loader; False: by one.
+        others: Accelerate's further arguments are refused unless they ask for nothing.
+    Raises:
+        ConfigError: an argument is unknown, can't be used, or contradicts another.
     """
 
     def __init__(
         self,
         *,
+        device_placement: bool = True,
         mixed_precision: str | Precision | None = None,
-        gradient_accumulation_steps: int = 1,
-        cpu: bool = False,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool | None = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        rng_types: Sequence[str] | None = None,
+        log_with: LogWith = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Iterable[KwargsHandler] | None = None,
         strategy: str | dict[str, Any] | Strategy = "auto",
+        scale_scheduler_by_processes: bool = True,
+        **others: Any,
     ) -> None:
-        self.state = ProcessState(cpu=cpu)
-        plugin = gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=gradient_accumulation_steps)
+        refuse_others(others, Accelerator)
+        plugin = read_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
+        ProcessMethods.__init__(self, read_process(cpu))
+        TrackingMethods.__init__(self, log_with, read_project(project_dir, project_config), self.is_main_process)
+        self.device_placement = device_placement
+        self.dataloader_config = dataloader_config or DataLoaderConfiguration()
+        self.rng_types = read_rng_types(rng_types)
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.gradient_state = GradientState(plugin)
-        self.precision = create_precision(mixed_precision, self.device)
-        self.strategy = create_strategy(strategy)
+        self.handlers = Handlers(kwargs_handlers)
+        self.precision = read_precision(mixed_precision, self.device, self.handlers)
+        StateMethods.__init__(self, create_strategy(strategy), self.is_main_process)
         self.strategy.attach(self.state, self.precision, self.gradient_state)
+        self._autocast = autocast_factory(self.precision, self.handlers.get(AutocastKwargs))
+        is_scaled = scale_scheduler_by_processes and not self.dataloader_config.split_batches
+        self.preparation = Preparation(
+            self.strategy,
+            self.dataloader_config,
+            device_placement=device_placement,
+            context=self._autocast if self.precision.autocasts else None,
+            steps_per_call=self.num_processes if is_scaled else 1,
+            step_with_optimizer=step_scheduler_with_optimizer,
+        )
+
+    # Preparing.
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Prepare objects for training: models, optimizers, loaders and schedulers; others pass through.
+
+        Args:
+            args: in any order. A model and its optimizers belong into one call.
+            device_placement: for each of them, whether it is moved to the device.
+        Returns:
+            What they became, in the same order; one object alone is not in a tuple. Preparing again changes nothing.
+        Raises:
+            ConfigError: `device_placement` has another length, or a combination can't work.
+        """
+        prepared = self.preparation.prepare(args, device_placement)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """A model as it is called from now on; with `evaluation_mode` it is not made ready for training."""
+        return self.preparation.model(model, device_placement, evaluation_mode)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> GatedOptimizer:
+        """An optimizer that steps where gradients synchronise."""
+        return self.preparation.optimizer(optimizer, device_placement)
+
+    def prepare_scheduler(self, scheduler: Any) -> GatedScheduler:
+        """A scheduler that steps where its optimizer did."""
+        return self.preparation.scheduler(scheduler)
+
+    def prepare_data_loader(
+        self, data_loader: Iterable[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> PreparedLoader:
+        """Any iterable of batches as a loader of this process. `slice_fn_for_dispatch` has no effect in one process."""
+        return self.preparation.loader(data_loader, device_placement)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader like this one whose passes begin `num_batches` later; see `skip_first_batches`."""
+        return skip_first_batches(dataloader, num_batches)
+
+    # Stepping.
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """The context of one micro-batch: decides whether the optimizer steps after it.
+
+        Args:
+            models: the prepared models that are called in it; they don't reduce gradients while these accumulate.
+        """
+        self.gradient_state.advance()
+        if self.sync_gradients or self.gradient_state.plugin.sync_each_batch:
+            yield
+            return
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(self.no_sync(model))
+            yield
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """A context in which backward does not reduce the model's gradients over processes."""
+        return self.strategy.no_sync(model)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backward of a micro-batch's loss, divided by `gradient_accumulation_steps` and scaled as fp16 needs it.
+
+        Args:
+            loss: a scalar.
+            kwargs: as `Tensor.backward` takes them.
+        Raises:
+            ConfigError: it is no tensor.
+        """
+        if not isinstance(loss, Tensor):
+            raise ConfigError(f"backward got a {type(loss).__name__}. Expected the loss as a tensor with a gradient.")
+        self.strategy.backward(loss, **kwargs)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """The context in which forward passes run, for what is computed outside of prepared models.
+
+        Args:
+            autocast_handler: other settings than those of `kwargs_handlers`.
+        """
+        if autocast_handler is None:
+            return self._autocast()
+        return autocast_factory(self.precision, autocast_handler)()
+
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """Bring gradients back to their true size, once per step; does nothing unless the precision is fp16.
+
+        Args:
+            optimizer: of the prepared ones, one or several; by default all that have a gradient.
+        Raises:
+            ConfigError: gradients are still being accumulated.
+        """
+        chosen = self.preparation.optimizers if optimizer is None else optimizer
+        unscale(self.strategy, [chosen] if isinstance(chosen, Optimizer) else chosen)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Scale the gradients so that their global norm is at most `max_norm`, unscaled first in fp16.
+
+        Call it where `sync_gradients` is true.
+
+        Args:
+            parameters: whose gradients are taken together.
+            max_norm: the largest norm that they keep.
+            norm_type: the p of the norm, also `inf`.
+        Returns:
+            The norm before, a scalar on the device; 0 without gradients.
+        """
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        unscale_for(self.strategy, chosen, self.preparation.optimizers)
+        return self.strategy.clip_grad_norm(chosen, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Cut each element of the gradients to the range from `-clip_value` to `clip_value`, unscaled first in fp16."""
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        unscale_for(self.strategy, chosen, self.preparation.optimizers)
+        self.strategy.clip_grad_value(chosen, clip_value)
 
     @property
-    def device(self) -> torch.device:
-        """Where this process computes."""
-        return self.state.device
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch closes its window, so that the optimizer steps after it."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step; it may be set at any time."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.preparation.change_num_steps(value)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the newest step of any prepared optimizer was dropped for an overflow."""
+        return any(optimizer.step_was_skipped for optimizer in self.preparation.optimizers)
+
+    @property
+    def mixed_precision(self) -> str:
+        """`"no"`, `"bf16"` or `"fp16"`."""
+        if not isinstance(self._autocast, Autocast):
+            return "no"
+        return "fp16" if self._autocast.dtype is torch.float16 else "bf16"
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler of fp16, None where losses are not scaled."""
+        return self.precision.scaler if isinstance(self.precision, ScaledPrecision) else None
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Every process's values of one evaluation batch, without what was added to make processes even. Collective.
+
+        Args:
+            input_data: nested tensors; or a list of any objects, with `use_gather_object` or where a leaf is no tensor.
+        """
+        return gather_object(input_data)  # in one process nothing was added
+
+    # Afterwards.
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget all that was prepared, collect garbage and give cached memory back.
+
+        Usage: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+
+        Returns:
+            None for each object.
+        """
+        count = len(objects)
+        del objects
+        self.preparation.clear()
+        self.gradient_state.micro_steps = 0
+        return release_memory(*[None] * count)
+
+    def clear(self, *objects: Any) -> list[None]:
+        """The same as `free_memory`."""
+        count = len(objects)
+        del objects
+        return self.free_memory(*[None] * count)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        # What holds an Accelerator, a model for one, goes on with the same after it was copied.
+        return self

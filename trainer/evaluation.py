@@ -16,6 +16,7 @@ from typing import Any
 from ..callbacks.bus import Event
 from ..callbacks.callback import Callback
 from ..data.sizes import AmbiguousBatchSizeError
+from ..data.window import check_length
 from .metrics import MetricLog, to_numbers
 from .run import EvaluationData, Run, Training
 from .sealed import sealed
@@ -69,6 +70,8 @@ def evaluate(run: Run, stage: Stage, data: EvaluationData) -> dict[str, float]:
             run_batch(run, stage, step, batch, index)
         metrics.update(to_numbers(log.epoch_values()))
         run.remember(metrics)
+        shown = run.trainer.progress_metrics
+        shown.update({name: value for name, value in metrics.items() if name in shown})
     run.remember(metrics)
     if metrics:
         run.record(metrics)
@@ -81,9 +84,10 @@ def evaluate_quietly(run: Run, data: EvaluationData, num_batches: int) -> None:
     No event fires and no metric is kept.
     """
     with evaluating(run, VALIDATION, name="sanity") as log:
-        for suffix, loader in data.loaders.items():
+        for (suffix, loader), limit in zip(data.loaders.items(), data.limits, strict=True):
             step = step_of(run, VALIDATION, data, suffix)
-            for index, batch in enumerate(islice(loader, num_batches)):
+            count = num_batches if limit is None else min(num_batches, limit)
+            for index, batch in enumerate(islice(loader, count)):
                 log.samples = samples_of(run, batch)
                 call_step(run, step, batch, index)
         log.epoch_values()
@@ -141,6 +145,7 @@ def batches_of(
         for index, batch in enumerate(islice(loader, limit)):
             log.samples = samples_of(run, batch)
             yield step, batch, index
+        check_length(loader, index + 1, limit)
         if index < 0:
             warnings.warn(f"the {stage.name} loader{suffix} gave no batch, so that it has no metrics.", stacklevel=2)
 

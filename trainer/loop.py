@@ -20,21 +20,22 @@ from typing import Any
 
 from torch import Tensor
 
-from ..callbacks.callback import Callback, ControlFlow, EndEpoch, SkipBatch, StopRun
+from ..callbacks.callback import Callback, EndEpoch, SkipBatch, StopRun
 from ..data.sizes import AmbiguousBatchSizeError
 from ..data.window import Window, WindowReader
-from ..distributed.errors import ConfigError, DataError
+from ..distributed.errors import DataError
 from ..strategies.outcome import StepOutcome
 from .evaluation import evaluate_quietly, validate
 from .optimization import ScheduledRate, monitored_value
-from .run import Run, Training
+from .run import Run, Training, misplaced, refused
 
 
 def fit(run: Run, training: Training) -> None:
     """Train until a limit is reached or a stop is asked for."""
     state = run.state
-    with run.paired(Callback.on_fit_start, Callback.on_fit_end):
-        try:
+    drop_open_window(run, training)  # that of an earlier run, which ended in the middle of it
+    try:
+        with run.paired(Callback.on_fit_start, Callback.on_fit_end), refused(SkipBatch, EndEpoch):
             if training.validation and training.sanity_batches:
                 evaluate_quietly(run, training.validation, training.sanity_batches)
             state.stage = "train"
@@ -47,14 +48,10 @@ def fit(run: Run, training: Training) -> None:
                 and training.validated_at != state.micro_step
             ):
                 validate(run, training)
-            if training.log_schedule.is_due_at_end:
-                log_step(run)
-        except StopRun as stop:
-            run.stop(str(stop) or "StopRun was raised")
-        except ControlFlow as misplaced:
-            raise ConfigError(
-                f"{type(misplaced).__name__} was raised where there is nothing to skip or end by it."
-            ) from misplaced
+            if training.last_values and training.logged_at != state.micro_step:
+                run.record(training.last_values)
+    except StopRun as stop:
+        run.stop(str(stop) or "StopRun was raised")
 
 
 def fit_epoch(run: Run, training: Training) -> None:
@@ -65,26 +62,31 @@ def fit_epoch(run: Run, training: Training) -> None:
     training.loader.set_epoch(state.epoch)
     reader = read_windows(run, training)
     training.reader = reader
-    with run.paired(Callback.on_epoch_start, Callback.on_epoch_end, lambda: (close_epoch(run, training, reader),)):
-        try:
-            for window in reader:
-                fit_window(run, training, window)
+    try:
+        with run.paired(Callback.on_epoch_start, Callback.on_epoch_end, lambda: (dict(run.trainer.metrics),)):
+            try:
+                for window in reader:
+                    fit_window(run, training, window)
+                    do_what_is_due(run, training)
+                    if run.stop_reason is not None:
+                        break
+                if state.batch == 0:
+                    refuse_empty_pass(run, training, reader)
+            except EndEpoch:
+                drop_open_window(run, training)
+                state.epoch_ended = True
                 do_what_is_due(run, training)
-                if run.stop_reason is not None:
-                    break
-            if state.batch == 0:
-                refuse_empty_pass(run, training, reader)
-        except EndEpoch:
-            drop_open_window(run, training)
-            state.epoch_ended = True
-            do_what_is_due(run, training)
-        except StopRun as stop:
-            drop_open_window(run, training)
-            run.stop(str(stop) or "StopRun was raised")
-    if state.epoch_ended:
-        state.epoch += 1
-        state.batch = 0
-        state.epoch_ended = False
+            except StopRun as stop:
+                drop_open_window(run, training)
+                run.stop(str(stop) or "StopRun was raised")
+            close_epoch(run, training, reader)
+    except StopRun as stop:  # from the epoch's own events and its record
+        run.stop(str(stop) or "StopRun was raised")
+    finally:
+        if state.epoch_ended:
+            state.epoch += 1
+            state.batch = 0
+            state.epoch_ended = False
 
 
 def fit_window(run: Run, training: Training, window: Window) -> None:
@@ -106,11 +108,14 @@ def fit_batch(run: Run, training: Training, batch: Any) -> None:
     """Forward and backward of one micro-batch, and the optimizer step if it closes its window."""
     events, state, metrics = run.events, run.state, run.metrics
     index = state.batch
-    outputs = None
+    outputs = loss = None
+    if training.moves:
+        batch = training.loader.move(batch)
     try:
-        if training.moves:
-            batch = training.loader.move(batch)
-        metrics.samples = count_samples(run, batch)
+        samples = metrics.samples = training.count_samples(batch)
+    except AmbiguousBatchSizeError as error:  # raised where the number is needed
+        samples = metrics.samples = not_counted(run, error)
+    try:
         try:
             if emit := events[Callback.on_batch_start]:
                 emit(batch, index)
@@ -123,16 +128,18 @@ def fit_batch(run: Run, training: Training, batch: Any) -> None:
                 outputs = manual_step(run, training, batch, index)
         except SkipBatch:
             outputs = None  # a batch without a loss
+            if loss is not None:
+                training.loss.leave_out()
         if training.is_automatic and run.strategy.gradient_state.sync_gradients:
             step(run, training)
         state.batch = index + 1
         state.micro_step += 1
-        if type(metrics.samples) is int:
-            state.samples += metrics.samples
+        if type(samples) is int:
+            state.samples += samples
         if training.counts_tokens:
             state.tokens += run.task.count_tokens(batch)
     except BaseException as error:
-        hint_at_single_sample(error, metrics.samples, index)
+        hint_at_single_sample(error, samples, index)
         run.fail(error)
         run.finish_despite(error, Callback.on_batch_end, outputs)
         raise
@@ -154,23 +161,28 @@ def backward(run: Run, loss: Tensor, **kwargs: Any) -> None:
         emit(loss)
     run.strategy.backward(loss, **kwargs)
     if emit := run.events[Callback.on_backward]:
-        emit(loss)
+        try:
+            emit(loss)
+        except SkipBatch as late:
+            raise misplaced(late) from late
 
 
 def step(run: Run, training: Training) -> None:
     """The optimizer step at the end of a window, and what follows from its outcome."""
     optimizer = training.optimizers[0]
     outcome = StepOutcome.SKIPPED
-    if not training.loss.is_empty:
+    precision = run.strategy.precision
+    if training.loss.num_losses:
         try:
-            if run.strategy.precision.unscale(optimizer):
+            if not precision.scales or precision.unscale(optimizer):
                 normalise_and_clip(run, training)
                 if emit := run.events[Callback.on_before_step]:
                     emit(optimizer)
             outcome = run.strategy.step(optimizer)
         except SkipBatch:
-            run.strategy.precision.forget(optimizer)
-        count_tokens(run, training)
+            precision.forget(optimizer)
+        if training.loss.count is not None:
+            count_tokens(run, training, training.loss.count)
     settle(run, training, outcome)
     optimizer.zero_grad()
 
@@ -216,35 +228,26 @@ def do_what_is_due(run: Run, training: Training) -> None:
     """What comes due at a step boundary."""
     state = run.state
     if training.log_schedule.is_due(state):
-        log_step(run)
+        training.logged_at = state.micro_step
+        run.record(run.metrics.step_values())
     if training.validation and training.val_schedule.is_due(state):
         validate(run, training)
     if training.inner_limits and training.limits.reached(state):
         run.stop(f"{training.limits.reached(state)} reached")
 
 
-def log_step(run: Run) -> None:
-    """A record of the newest window's values."""
-    run.record(run.metrics.step_values())
-
-
-def close_epoch(run: Run, training: Training, reader: WindowReader) -> dict[str, float]:
-    """Finish an epoch: its training means become a record, and schedules that count epochs move on.
-
-    Returns:
-        The epoch's metrics with the newest values of the validation's, as `on_epoch_end` shows them.
-    """
+def close_epoch(run: Run, training: Training, reader: WindowReader) -> None:
+    """Finish an epoch: its training means become a record, and schedules that count epochs move on."""
     training.carried = reader.carried
     training.wait_seconds += reader.wait_seconds
     training.reader = None
-    if run.error is not None:
-        return dict(run.trainer.metrics)
+    if training.log_schedule.is_due_at_end:
+        training.last_values = run.metrics.step_values()
     if values := run.metrics.epoch_values():
         run.record(values)
     if run.state.epoch_ended and training.is_automatic:
         for rate in training.epoch_schedulers:
             step_scheduler(run, rate, run.state.epoch + 1)
-    return dict(run.trainer.metrics)
 
 
 def step_scheduler(run: Run, rate: ScheduledRate, count: int) -> None:
@@ -288,25 +291,23 @@ def read_windows(run: Run, training: Training) -> WindowReader:
 def drop_open_window(run: Run, training: Training) -> None:
     """Forget the gradients of a window that will not be closed."""
     training.carried = 0
+    if training.reader is not None:
+        training.reader.carried = 0
     for optimizer in training.optimizers:
         run.strategy.precision.forget(optimizer)
         optimizer.zero_grad()
 
 
-def count_samples(run: Run, batch: Any) -> int | AmbiguousBatchSizeError | None:
-    """Samples in the batch, or the error that says why they can't be told: it is raised where they are needed."""
-    try:
-        return run.task.count_samples(batch)
-    except AmbiguousBatchSizeError as error:
-        if not run.warned_of_samples:
-            run.warned_of_samples = True
-            warnings.warn(f"state.samples does not count such batches: {error}", stacklevel=2)
-        return error
+def not_counted(run: Run, error: AmbiguousBatchSizeError) -> AmbiguousBatchSizeError:
+    """Say once that the sample counter passes over batches whose number of samples can't be told."""
+    if not run.warned_of_samples:
+        run.warned_of_samples = True
+        warnings.warn(f"state.samples does not count such batches: {error}", stacklevel=2)
+    return error
 
 
-def count_tokens(run: Run, training: Training) -> None:
-    """Add the window's counts to the token counter, without waiting for a device that computes them."""
-    count = training.loss.count
+def count_tokens(run: Run, training: Training, count: Any) -> None:
+    """Add a window's count to the token counter, without waiting for a device that computes it."""
     if isinstance(count, Tensor):
         if count.device.type != "cpu" and not training.needs_tokens:
             training.tokens = training.tokens + count

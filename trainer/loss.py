@@ -19,7 +19,7 @@ class WindowLoss:
     the first count, and `correction` puts it right. Batches that are left out (None) are corrected for in the same way.
     """
 
-    __slots__ = ("_count", "_first_count", "_num_losses", "_size")
+    __slots__ = ("_first_count", "_newest_count", "_size", "count", "num_losses")
 
     def __init__(self) -> None:
         self.begin(1)
@@ -27,14 +27,20 @@ class WindowLoss:
     def begin(self, size: int) -> None:
         """A window of `size` micro-batches begins."""
         self._size = size
-        self._num_losses = 0
+        self.num_losses = 0
+        """Batches of the window that gave a loss."""
+        self.count: Any = None
+        """The sum of their counts, a number or a tensor on the device; None where steps return mean losses."""
         self._first_count: Any = None
-        self._count: Any = 0
+        self._newest_count: Any = 0
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no batch of the window gave a loss."""
-        return self._num_losses == 0
+    def leave_out(self) -> None:
+        """The loss that was taken last will have no backward."""
+        self.num_losses -= 1
+        if self.num_losses == 0:
+            self.count = self._first_count = None
+        elif self.count is not None:
+            self.count = self.count - self._newest_count
 
     def take(self, outputs: Any) -> Tensor | None:
         """The loss to run backward from, before its division by the window's size; None for a batch left out.
@@ -62,7 +68,7 @@ class WindowLoss:
             )
         if not loss.requires_grad or (loss.ndim and loss.numel() != 1):
             raise _no_loss(loss)
-        self._num_losses += 1
+        self.num_losses += 1
         return loss
 
     def _weighted(self, loss_sum: Any, count: Any) -> Tensor:
@@ -71,34 +77,31 @@ class WindowLoss:
                 f"training_step returned ({type(loss_sum).__name__}, ...). Expected (loss_sum, count), the first a "
                 "tensor."
             )
-        if self._num_losses and self._first_count is None:
+        if self.num_losses and self._first_count is None:
             raise _mixed()
         if isinstance(count, Tensor):
             count = count.detach()
-            divisor: Any = count.clamp(min=1)
-        else:
-            divisor = count if count > 0 else 1
         if self._first_count is None:
-            self._first_count = divisor
-        self._count = self._count + count
+            self._first_count, self.count = _or_one(count), count
+        else:
+            self.count = self.count + count
+        self._newest_count = count
         weighted: Tensor = loss_sum / self._first_count
         return weighted
-
-    @property
-    def count(self) -> Any:
-        """The sum of the window's counts, a number or a tensor on the device; 0 where steps return mean losses."""
-        return self._count
 
     def correction(self) -> float | Tensor | None:
         """What the window's gradients are to be multiplied with at its end; None for nothing."""
         if self._first_count is None:
-            return None if self._num_losses == self._size else self._size / self._num_losses
-        total = self._count
-        if isinstance(total, Tensor) or isinstance(self._first_count, Tensor):
-            exact: Tensor = self._first_count * self._size / torch.as_tensor(total).clamp(min=1)
-            return exact
-        factor: float = self._first_count * self._size / max(total, 1)
-        return None if factor == 1 else factor
+            return None if self.num_losses == self._size else self._size / self.num_losses
+        factor: float | Tensor = self._first_count * self._size / _or_one(self.count)
+        return None if not isinstance(factor, Tensor) and factor == 1 else factor
+
+
+def _or_one(count: Any) -> Any:
+    """A divisor: the count, or 1 for a window in which nothing counts and all sums are 0."""
+    if isinstance(count, Tensor):
+        return torch.where(count > 0, count, torch.ones_like(count))
+    return count if count > 0 else 1
 
 
 def _mixed() -> TaskError:

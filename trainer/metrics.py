@@ -119,7 +119,7 @@ def _reduce_tensors(entries: list[tuple[Any, Any]], reduce: Reduce) -> tuple[Ten
 
 def _stack(values: list[Any], device: torch.device) -> Tensor:
     """A tensor of shape (values,), in 64 bits where the device has them."""
-    wide_float = torch.float32 if device.type == "mps" else torch.float64
+    wide_float = _wide_float(device)
     if not any(isinstance(v, Tensor) for v in values):
         return torch.tensor(
             values, device=device, dtype=wide_float if any(isinstance(v, float) for v in values) else None
@@ -133,6 +133,10 @@ def _stack(values: list[Any], device: torch.device) -> Tensor:
     return stacked.to(wide_float) if stacked.is_floating_point() else stacked.to(torch.int64)
 
 
+def _wide_float(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def _extreme(reduce: Reduce, first: Any, second: Any) -> Any:
     if isinstance(first, Tensor) or isinstance(second, Tensor):
         a, b = torch.as_tensor(first), torch.as_tensor(second)
@@ -144,6 +148,8 @@ def _extreme(reduce: Reduce, first: Any, second: Any) -> Any:
 
 def _quotient(total: Any, weight: Any) -> Any:
     if isinstance(total, Tensor) or isinstance(weight, Tensor):
+        if isinstance(total, Tensor) and not total.is_floating_point():
+            total = total.to(_wide_float(total.device))
         return total / weight  # 0 / 0 is NaN, as it should be
     return total / weight if weight else float("nan")
 
@@ -256,8 +262,11 @@ class MetricLog:
             return None, None
         if isinstance(value, tuple) and len(value) == 2:
             total, count = value
-            mean = total.detach() / count if isinstance(total, Tensor) else _quotient(total, count)
-            return mean, count.detach().clone() if isinstance(count, Tensor) else count
+            total = total.detach() if isinstance(total, Tensor) else total
+            if isinstance(count, Tensor):
+                count = count.detach().clone()
+                return total / torch.where(count == 0, 1, count), count  # a pair that counts nothing changes nothing
+            return total / (count or 1), count
         if isinstance(value, bool):
             return int(value), batch_size
         item = getattr(value, "item", None)
@@ -281,20 +290,20 @@ class MetricLog:
 
     def step_values(self) -> dict[str, Any]:
         """The values of the newest window for a step record, on their devices."""
-        found = {
-            f"{m.name}_step" if m.on_epoch else m.name: m.window_value(self.window)
-            for m in self.metrics.values()
-            if m.on_step
-        }
-        return {name: value for name, value in found.items() if value is not None}
+        found: dict[str, Any] = {}
+        for metric in self.metrics.values():
+            if metric.on_step:
+                _enter(
+                    found, f"{metric.name}_step" if metric.on_epoch else metric.name, metric.window_value(self.window)
+                )
+        return found
 
     def epoch_values(self) -> dict[str, Any]:
         """The values over the epoch, on their devices; then begins anew."""
         found: dict[str, Any] = {}
         for metric in self.metrics.values():
-            if metric.on_epoch and (value := metric.epoch_value()) is not None:
-                name = f"{metric.name}_epoch" if metric.on_step else metric.name
-                found.update({f"{name}/{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value})
+            if metric.on_epoch:
+                _enter(found, f"{metric.name}_epoch" if metric.on_step else metric.name, metric.epoch_value())
         self.reset()
         return found
 
@@ -304,3 +313,12 @@ class MetricLog:
             metric.reset()
             if metric.source is not None:
                 metric.source.reset()
+                metric.source = None
+
+
+def _enter(found: dict[str, Any], name: str, value: Any) -> None:
+    """Add a value if there is one; a torchmetrics object may give several, by name."""
+    if isinstance(value, dict):
+        found.update({f"{name}/{key}": part for key, part in value.items()})
+    elif value is not None:
+        found[name] = value

@@ -25,8 +25,6 @@ class ScheduledRate:
     """Steps of the scheduler are this far apart."""
     monitor: str | None = None
     """The metric that a plateau scheduler is given."""
-    name: str | None = None
-    """What a learning-rate monitor calls it."""
     seen_at: int = field(default=-1, init=False)
     """The micro-step of the metric's value that the scheduler was given last."""
 
@@ -83,13 +81,19 @@ def _read(returned: Any, task: Task) -> Optimization:
     if isinstance(returned, Mapping):
         return _read_mapping(returned, task)
     if isinstance(returned, Sequence) and not isinstance(returned, str):
-        if len(returned) == 2 and isinstance(returned[0], Optimizer) and _is_scheduler(returned[1]):
-            return Optimization([returned[0]], [_read_scheduler(returned[1])])
-        if len(returned) == 2 and all(isinstance(part, (list, tuple)) for part in returned):
-            return Optimization([_one(o, task) for o in returned[0]], [_read_scheduler(s) for s in returned[1]])
-        parts = [_read(part, task) for part in returned]
-        return Optimization([o for p in parts for o in p.optimizers], [s for p in parts for s in p.schedulers])
+        return _read_sequence(returned, task)
     raise _unusable(returned, task)
+
+
+def _read_sequence(returned: Sequence[Any], task: Task) -> Optimization:
+    """A pair of optimizer and scheduler, a pair of lists of them, or several of what `configure_optimizers` returns."""
+    if len(returned) == 2 and isinstance(returned[0], Optimizer) and _is_scheduler(returned[1]):
+        return Optimization([returned[0]], [_read_scheduler(returned[1])])
+    if len(returned) == 2 and all(isinstance(part, (list, tuple)) for part in returned):
+        optimizers, schedulers = returned
+        return Optimization([_one(o, task) for o in optimizers], [_read_scheduler(s) for s in schedulers])
+    parts = [_read(part, task) for part in returned]
+    return Optimization([o for p in parts for o in p.optimizers], [s for p in parts for s in p.schedulers])
 
 
 def _read_mapping(returned: Mapping[str, Any], task: Task) -> Optimization:

@@ -19,6 +19,7 @@ from ..callbacks.limits import Limits
 from ..callbacks.state import RunState
 from ..data.loader import PreparedLoader
 from ..data.window import Remainder, WindowReader
+from ..distributed.errors import ConfigError
 from ..strategies.gradient_state import GradientState
 from ..strategies.optimizer import GatedOptimizer
 from ..strategies.precision import Precision
@@ -80,6 +81,8 @@ class Training:
     sanity_batches: int
     parameters: list[nn.Parameter]
     """Those that the optimizers train."""
+    count_samples: Callable[[Any], int | None]
+    """Samples in a batch."""
     counts_tokens: bool
     """Whether the task reports the tokens of a batch."""
     needs_tokens: bool
@@ -97,6 +100,10 @@ class Training:
     """Tokens on the device that the counter does not have yet."""
     validated_at: int = -1
     """The micro-step of the newest validation."""
+    logged_at: int = -1
+    """The micro-step of the newest step record."""
+    last_values: dict[str, Any] = field(default_factory=dict)
+    """What the newest window logged, where the run's last step is to be recorded."""
     step_schedulers: list[ScheduledRate] = field(init=False)
     epoch_schedulers: list[ScheduledRate] = field(init=False)
     inner_limits: bool = field(init=False)
@@ -177,26 +184,20 @@ class Run:
         try:
             self.emit(event, *values)
         except Exception as another:
+            if isinstance(error, ControlFlow) and not isinstance(another, ControlFlow):
+                raise
             error.add_note(f"then {event.__name__} failed as well: {type(another).__name__}: {another}")
             logger.error("%s failed while the run was ending", event.__name__, exc_info=another)
 
-    @contextmanager
-    def paired(self, start: Event, end: Event, end_values: Callable[[], Sequence[Any]] = tuple) -> Iterator[None]:
-        """Fire a start event, and its end event however the body ends.
+    def paired(self, start: Event, end: Event, end_values: Callable[[], Sequence[Any]] = tuple) -> Paired:
+        """A context that fires a start event, and its end event however the body ends.
 
         Args:
             start: fired first.
             end: fired last; also when `start` or the body raises.
             end_values: gives the values of the end event.
         """
-        try:
-            self.emit(start)
-            yield
-        except BaseException as error:
-            self.fail(error)
-            self.finish_despite(error, end, *end_values())
-            raise
-        self.emit(end, *end_values())
+        return Paired(self, start, end, end_values)
 
     def record(self, values: Mapping[str, Any]) -> dict[str, float]:
         """Make one record of logged values: bring them to the host, show them to callbacks, send them to the
@@ -221,3 +222,50 @@ class Run:
         """Make these the newest values."""
         self.trainer.metrics.update(metrics)
         self.updated.update(dict.fromkeys(metrics, self.state.micro_step))
+
+
+class Paired:
+    """What `Run.paired` gives. No generator: that would make a RuntimeError of a callback's StopIteration."""
+
+    __slots__ = ("_end", "_end_values", "_run", "_start")
+
+    def __init__(self, run: Run, start: Event, end: Event, end_values: Callable[[], Sequence[Any]]) -> None:
+        self._run, self._start, self._end, self._end_values = run, start, end, end_values
+
+    def __enter__(self) -> None:
+        try:
+            self._run.emit(self._start)
+        except BaseException as error:
+            self._end_despite(error)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._end_despite(error)
+            return
+        try:
+            self._run.emit(self._end, *self._end_values())
+        except BaseException as failure:
+            self._run.fail(failure)
+            raise
+
+    def _end_despite(self, error: BaseException) -> None:
+        self._run.fail(error)
+        self._run.finish_despite(error, self._end, *self._end_values())
+
+
+@contextmanager
+def refused(*kinds: type[ControlFlow]) -> Iterator[None]:
+    """A context out of which these kinds of control flow come as an error, since nobody has served them."""
+    try:
+        yield
+    except kinds as error:
+        raise misplaced(error) from error
+
+
+def misplaced(error: ControlFlow) -> ConfigError:
+    """The error that takes the place of control flow which nobody can serve."""
+    return ConfigError(
+        f"{type(error).__name__} was raised where there is nothing to skip or end by it. Its docstring says where it may "
+        "be raised."
+    )

@@ -27,6 +27,8 @@ def preserved_modes(module: nn.Module) -> Iterator[None]:
 def preserved_gradients(module: nn.Module) -> Iterator[None]:
     """A context after which every parameter has the gradient that it had before, also after an exception."""
     gradients = [(p, p.grad) for p in module.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None  # a backward inside would add to it in place
     try:
         yield
     finally:

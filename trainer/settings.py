@@ -89,6 +89,7 @@ class Settings:
             batch_limits = {**read_batch_limits(num_tried), **{s: 0 for s, n in batch_limits.items() if n == 0}}
             val_interval = Interval.parse("1 epoch", unit="steps", option="val_every")
             sanity = 0
+            others["overfit_batches"] = None
         return cls(
             limits=limits,
             remainder=others.pop("accumulate_across_epochs"),

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
 from ..callbacks.bus import bind
-from ..callbacks.callback import Callback
+from ..callbacks.callback import Callback, SkipBatch
 from ..callbacks.intervals import Interval, Schedule
 from ..callbacks.state import RunState
 from ..data.loader import PreparedLoader
+from ..data.sizes import find_batch_size
 from ..distributed.errors import ConfigError, DataError, TaskError
 from ..strategies.optimizer import GatedOptimizer
 from .evaluation import Stage
@@ -113,8 +115,17 @@ def prepare_training(run: Run, settings: Settings, train: Any, val: Any, *, plac
         run, settings, loader, limit, num_batches, validation, Optimization(optimizers, found.schedulers)
     )
     for optimizer in training.gated:
-        optimizer.before_step = lambda torch_optimizer: run.emit(Callback.on_before_step, torch_optimizer)
+        optimizer.before_step = partial(_announce_step, run)
     return training
+
+
+def _announce_step(run: Run, optimizer: Optimizer) -> bool:
+    """Fire `on_before_step` in manual optimization. Returns whether the step is to be applied."""
+    try:
+        run.emit(Callback.on_before_step, optimizer)
+    except SkipBatch:
+        return False
+    return True
 
 
 def _training(
@@ -142,6 +153,7 @@ def _training(
         validation=validation,
         sanity_batches=settings.sanity_val_batches,
         parameters=parameters,
+        count_samples=task.count_samples if overrides(task, "count_samples") else find_batch_size,
         counts_tokens=overrides(task, "count_tokens"),
         needs_tokens=any(d.unit == "tokens" for i in intervals for d in i.every)
         or any(d.unit == "tokens" for d in settings.limits.durations),

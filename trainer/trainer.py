@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from ..callbacks.callback import Callback
+from ..callbacks.callback import Callback, EndEpoch, SkipBatch, StopRun
 from ..callbacks.functional import FilteredFunction, find_event
 from ..callbacks.limits import Limits
 from ..callbacks.order import sort_callbacks
@@ -21,9 +20,7 @@ from ..callbacks.state import RunState
 from ..checkpoint.weights import save_weights
 from ..data.window import Remainder
 from ..distributed.errors import ConfigError, suggest
-from ..distributed.process import ProcessState
 from ..distributed.random import set_seed
-from ..strategies.optimizer import GatedOptimizer
 from ..strategies.precision import Precision
 from ..strategies.strategy import Strategy
 from ..trackers.registry import create_trackers
@@ -33,13 +30,14 @@ from .accelerator import Accelerator
 from .evaluation import PREDICT, TEST, VALIDATION, Stage, evaluate, predict
 from .modes import deterministic_algorithms, training_mode
 from .plan import Plan, make_plan
-from .run import Run
+from .readings import RunReadings
+from .run import Run, refused
 from .settings import Settings
 from .setup import check_task, prepare_evaluation, prepare_training, rebind, start_run
 from .task import Task
 
 
-class Trainer:
+class Trainer(RunReadings):
     """Runs a task: trains, validates, tests and predicts with it.
 
     Args:
@@ -58,14 +56,14 @@ class Trainer:
             exact mean; `"carry"` goes on with it in the next epoch; `"drop"` leaves its batches out.
         clip_norm: the largest global norm that gradients keep.
         clip_value: the largest magnitude that an element of a gradient keeps.
-        val_every: when to validate; a bare number counts optimizer steps. None: never.
+        val_every: when to validate; a bare number counts optimizer steps. None or `"never"`: never.
         sanity_val_batches: validation batches tried before training.
         limit_batches: batches per pass: a number, a fraction, or these by stage (`"train"`, `"val"`, `"test"`,
             `"predict"`).
         overfit_batches: train on the same first batches in every epoch, and validate on them.
         fast_dev_run: try everything with one batch (or so many) of each stage; no tracker, no file.
         callbacks: they run in the order that they declare, and else as given.
-        trackers: where metrics go: words, objects, or a list of these; False for none.
+        trackers: where metrics go: a word, an object, a mapping with `"name"` and options, or a list of these; False: nowhere.
         progress: show a progress bar.
         log_every: when values of steps become a record; a bare number counts optimizer steps.
         seed: seeds Python, NumPy and torch, here and again when a run begins.
@@ -82,7 +80,7 @@ class Trainer:
         max_epochs: int | float | str | None = None,
         max_steps: int | str | None = None,
         max_time: str | float | datetime.timedelta | None = None,
-        strategy: str | dict[str, Any] | Strategy = "auto",
+        strategy: str | Strategy | dict[str, Any] = "auto",
         devices: int | str = "auto",
         num_nodes: int = 1,
         precision: str | Precision = "no",
@@ -97,7 +95,7 @@ class Trainer:
         overfit_batches: int | None = None,
         fast_dev_run: bool | int = False,
         callbacks: Callback | Sequence[Callback] = (),
-        trackers: str | bool | Tracker | list[str | Tracker] | None = "tensorboard",
+        trackers: str | bool | Tracker | dict[str, Any] | list[str | Tracker | dict[str, Any]] | None = "tensorboard",
         progress: bool = True,
         log_every: int | str | list[int | str] = "50 steps",
         seed: int | None = None,
@@ -132,7 +130,8 @@ class Trainer:
         """The newest values that were logged with `progress_bar=True`, on their devices: reading one may wait."""
         self.state = RunState()
         self._run: Run | None = None
-        self._last_run: Run | None = None
+        self._last_run: Run | None = None  # of fit
+        self._ended_run: Run | None = None  # of any kind
         self._run_directory: Path | None = None
         self._used_directories: set[Path] = set()
         self._info: RunInfo | None = None
@@ -150,10 +149,12 @@ class Trainer:
         Raises:
             ConfigError, TaskError, DataError: before anything runs, when something is missing or contradicts itself.
         """
-        with self._running(task, "train") as run:
+        with ExitStack() as stack:
+            run = self._start(stack, task, "train")
             training = run.training = prepare_training(run, self.settings, train, val)
-            with training_mode(run.task):
-                loop.fit(run, training)
+            self._open_trackers(run)
+            stack.enter_context(training_mode(run.task))
+            loop.fit(run, training)
 
     def validate(self, task: Task, data: Any = None) -> dict[str, float]:
         """Evaluate a task by its `validation_step`. Returns the means of what it logged, by name."""
@@ -174,22 +175,25 @@ class Trainer:
             writer: is given each batch's outputs, the batch and its index; nothing is kept in memory then, and the
                 returned list is empty.
         """
-        with self._running(task, "predict") as run:
+        with ExitStack() as stack:
+            run = self._start(stack, task, "predict")
             found = prepare_evaluation(run, self.settings, PREDICT, data)
+            self._open_trackers(run)
             return predict(run, found, writer)
 
     def plan(self, task: Task, train: Any = None, val: Any = None) -> Plan:
         """What `fit` with these arguments will do, without doing it: `print(trainer.plan(task, train, val))`."""
-        return make_plan(self, task, train, val)
+        return make_plan(self, check_task(task), train, val)
 
     def _evaluate(self, task: Task, stage: Stage, data: Any) -> dict[str, float]:
-        with self._running(task, stage.name) as run:
+        with ExitStack() as stack:
+            run = self._start(stack, task, stage.name)
             found = prepare_evaluation(run, self.settings, stage, data)
+            self._open_trackers(run)
             return evaluate(run, stage, found)
 
-    @contextmanager
-    def _running(self, task: Task, stage: str) -> Iterator[Run]:
-        """One run from `on_setup` to `on_teardown`, its trackers open, with everything put back at its end."""
+    def _start(self, stack: ExitStack, task: Task, stage: str) -> Run:
+        """A run after `on_setup`. The stack fires `on_teardown` and puts everything back."""
         check_task(task)
         if self._run is not None:
             raise ConfigError(
@@ -200,15 +204,16 @@ class Trainer:
         if self.settings.seed is not None:
             set_seed(self.settings.seed)
         run = self._begin(task, stage)
-        try:
-            with (
-                deterministic_algorithms(self.settings.is_deterministic),
-                run.paired(Callback.on_setup, Callback.on_teardown),
-            ):
-                run.trackers.start(self._run_info(), self._tracker_config(task))
-                yield run
-        finally:
-            self._finish(run)
+        stack.callback(self._finish, run)
+        stack.enter_context(deterministic_algorithms(self.settings.is_deterministic))
+        stack.enter_context(refused(SkipBatch, EndEpoch, StopRun))  # out of on_setup and on_teardown
+        stack.enter_context(run.paired(Callback.on_setup, Callback.on_teardown))
+        stack.enter_context(refused(SkipBatch, EndEpoch, StopRun))
+        return run
+
+    def _open_trackers(self, run: Run) -> None:
+        """Once all is prepared: a run that can't begin leaves nothing behind."""
+        run.trackers.start(self._run_info(), self._tracker_config(run.task))
 
     def _begin(self, task: Task, stage: str) -> Run:
         run = start_run(self, task, stage)
@@ -224,8 +229,11 @@ class Trainer:
         return run
 
     def _finish(self, run: Run) -> None:
+        self._ended_run = run
         if run.training is not None:
             self._last_run = run
+            for optimizer in run.training.optimizers:
+                run.precision.forget(optimizer)  # what an exception left unscaled in the middle of a step
         status: Status = "success"
         if run.error is not None:
             status = "interrupted" if isinstance(run.error, KeyboardInterrupt) else "failed"
@@ -293,99 +301,10 @@ class Trainer:
         """
         return save_weights(self.unwrapped_model(), path)
 
-    # What there is to read.
-
     @property
     def callbacks(self) -> Sequence[Callback]:
         """All callbacks in the order in which they run."""
         return tuple(self._callbacks)
-
-    @property
-    def process(self) -> ProcessState:
-        """This process and its place among others."""
-        return self.accelerator.state
-
-    @property
-    def strategy(self) -> Strategy:
-        """How a step is carried out."""
-        return self.accelerator.strategy
-
-    @property
-    def device(self) -> torch.device:
-        """Where this process computes."""
-        return self.accelerator.device
-
-    @property
-    def error(self) -> BaseException | None:
-        """The exception that is ending the run, or that ended the last one."""
-        run = self._run or self._last_run
-        return None if run is None else run.error
-
-    @property
-    def stop_reason(self) -> str | None:
-        """Why the run was asked to end, None while it was not."""
-        run = self._run or self._last_run
-        return None if run is None else run.stop_reason
-
-    @property
-    def model(self) -> nn.Module:
-        """The task as the strategy wrapped it."""
-        return self._newest("model").model
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """The torch optimizers of the training, in the order of `configure_optimizers`."""
-        training = self._newest("optimizers").training
-        return [] if training is None else training.optimizers
-
-    @property
-    def gated_optimizers(self) -> Sequence[GatedOptimizer]:
-        """The optimizers as `Task.optimizers` gives them."""
-        training = self._newest("gated_optimizers").training
-        return [] if training is None else training.gated
-
-    @property
-    def schedulers(self) -> Sequence[Any]:
-        """The learning-rate schedulers of the training."""
-        training = self._newest("schedulers").training
-        return [] if training is None else [rate.scheduler for rate in training.schedulers]
-
-    @property
-    def limits(self) -> Limits:
-        """How long a training goes on."""
-        return self.settings.limits
-
-    @property
-    def window_size(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self.settings.accumulate
-
-    @property
-    def is_fast_dev_run(self) -> bool:
-        """Whether this only tries everything."""
-        return self.settings.is_fast_dev_run
-
-    @property
-    def has_validation(self) -> bool:
-        """Whether the training run validates."""
-        run = self._run or self._last_run
-        return run is not None and run.training is not None and run.training.validation is not None
-
-    @property
-    def num_validation_batches(self) -> int | None:
-        """Batches of one validation, None without one or where a loader has no length."""
-        run = self._run
-        if run is None or run.training is None or run.training.validation is None:
-            return None
-        return run.training.validation.num_batches
-
-    @property
-    def data_wait_seconds(self) -> float:
-        """Time that the training has spent waiting for data."""
-        training = self._newest("data_wait_seconds").training
-        if training is None:
-            return 0.0
-        return training.wait_seconds + (training.reader.wait_seconds if training.reader else 0.0)
 
     @property
     def run_directory(self) -> Path:
@@ -395,20 +314,10 @@ class Trainer:
             self._run_directory = self._new_directory(task)
         return self._run_directory
 
-    def unwrapped_model(self) -> nn.Module:
-        """The task without what strategy and compiler put around it."""
-        return self.strategy.unwrap(self._newest("unwrapped_model").model)
-
     def _active(self, what: str) -> Run:
         if self._run is None:
             raise ConfigError(f"trainer.{what} outside of fit, validate, test and predict.")
         return self._run
-
-    def _newest(self, what: str) -> Run:
-        run = self._run or self._last_run
-        if run is None:
-            raise ConfigError(f"trainer.{what} before the first run: call fit, validate, test or predict.")
-        return run
 
     def _new_directory(self, task: Task | None) -> Path:
         name = self.settings.name

@@ -12,17 +12,22 @@ class WriteSample(Callback):
 
     Args:
         num_bytes: how much it writes.
+        prompt: how the text begins.
         temperature: below 1 prefers likely bytes.
         seed: of the sample.
     """
 
-    def __init__(self, num_bytes: int = 400, temperature: float = 0.7, seed: int = 0) -> None:
+    after = ("ProgressBar",)  # which has drawn its last bar then
+
+    def __init__(self, num_bytes: int = 400, prompt: str = "def ", temperature: float = 0.8, seed: int = 0) -> None:
         self.num_bytes = num_bytes
+        self.prompt = prompt
         self.temperature = temperature
         self.seed = seed
 
     def on_fit_end(self, trainer: Any, task: Any) -> None:
         """Write the sample."""
         if trainer.error is None and trainer.process.is_main_process:
-            text = task.model.generate(self.num_bytes, temperature=self.temperature, seed=self.seed)
+            prompt = self.prompt.encode()
+            text = task.model.generate(self.num_bytes, prompt=prompt, temperature=self.temperature, seed=self.seed)
             print(f"\n--- a sample of {self.num_bytes} bytes ---\n{text.decode(errors='replace')}\n---", flush=True)

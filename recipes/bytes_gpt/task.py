@@ -37,9 +37,9 @@ class BytesGPT(Task):
         num_layers: int = 4,
         num_heads: int = 4,
         context: int = 128,
-        learning_rate: float = 2e-3,
-        warmup_steps: int = 30,
-        total_steps: int = 600,
+        learning_rate: float = 4e-3,
+        warmup_steps: int = 50,
+        total_steps: int = 800,
     ) -> None:
         super().__init__()
         self.model = BytesModel(width=width, num_layers=num_layers, num_heads=num_heads, context=context)
@@ -61,7 +61,10 @@ class BytesGPT(Task):
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW, with a linear rise and a cosine fall per optimizer step."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, self._rate), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": LambdaLR(optimizer, self._rate), "interval": "step"},
+        }
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         inputs, targets = batch

@@ -6,9 +6,10 @@ from typing import TypedDict
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, ...]
+"""Images and labels."""
 SPLIT = (0.7, 0.1, 0.2)
 """The shares of train, val and test."""
 
@@ -30,9 +31,9 @@ def digit_images() -> TensorDataset:
     return TensorDataset(images, torch.tensor(digits.target))
 
 
-def digit_splits(split_seed: int) -> list[Dataset[Batch]]:
+def digit_splits(split_seed: int) -> list[Subset[Batch]]:
     """The images split at random into train (1,258), val (180) and test (359); the split depends on the seed alone."""
-    return [*random_split(digit_images(), SPLIT, generator=torch.Generator().manual_seed(split_seed))]
+    return random_split(digit_images(), SPLIT, generator=torch.Generator().manual_seed(split_seed))
 
 
 def digit_loaders(batch_size: int = 64, split_seed: int = 0) -> Loaders:

@@ -62,7 +62,8 @@ class Digits(Task):
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The likeliest digit of each image, int64 of shape (batch,)."""
         images, _ = batch
-        return self(images).argmax(dim=1)
+        digits: Tensor = self(images).argmax(dim=1)
+        return digits
 
     def configure_optimizers(self) -> Optimizer:
         """AdamW with a constant rate: the run is short."""

@@ -24,7 +24,7 @@ def gan_loaders(batch_size: int = 64, split_seed: int = 0) -> Loaders:
         split_seed: decides which images are for training.
     """
     train, val, test = digit_splits(split_seed)
-    held_out = ConcatDataset([val, test])
+    held_out: ConcatDataset[Batch] = ConcatDataset([val, test])
     return {
         "train": DataLoader(train, batch_size=batch_size, shuffle=True, drop_last=True),
         "val": DataLoader(held_out, batch_size=len(held_out)),

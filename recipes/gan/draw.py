@@ -29,6 +29,8 @@ class DrawDigits(Callback):
         seed: of their noise; the run's random state is not touched.
     """
 
+    after = ("ProgressBar",)  # which has drawn its last bar then
+
     def __init__(self, count: int = 5, seed: int = 0) -> None:
         self.count = count
         self.seed = seed

@@ -19,13 +19,20 @@ def frechet_distance(one: Tensor, other: Tensor) -> Tensor:
     """
     one, other = one.flatten(1).double(), other.flatten(1).double()
     between_means = (one.mean(dim=0) - other.mean(dim=0)).square().sum()
-    first, second = torch.cov(one.T), torch.cov(other.T)
+    first, second = _covariance(one), _covariance(other)
     root = _square_root(first)
     shared = torch.linalg.eigvalsh(root @ second @ root).clamp(min=0).sqrt().sum()
-    return between_means + first.trace() + second.trace() - 2 * shared
+    distance: Tensor = between_means + first.trace() + second.trace() - 2 * shared
+    return distance
+
+
+def _covariance(samples: Tensor) -> Tensor:
+    pixels = samples.shape[1]
+    return torch.cov(samples.T).reshape(pixels, pixels)  # of a single pixel it is a number
 
 
 def _square_root(matrix: Tensor) -> Tensor:
     """The root of a symmetric positive semi-definite matrix."""
     values, vectors = torch.linalg.eigh(matrix)
-    return (vectors * values.clamp(min=0).sqrt()) @ vectors.T
+    root: Tensor = (vectors * values.clamp(min=0).sqrt()) @ vectors.T
+    return root

@@ -1,4 +1,4 @@
-"""`ModelCheckpoint` in real fits: the weight of the model is minus the number of steps, so that a file tells its step."""
+"""`ModelCheckpoint` in real fits: the weight is minus the number of steps, so that a file tells its step."""
 
 from __future__ import annotations
 

@@ -189,9 +189,10 @@ def test_validation_outside_of_fit_is_no_check() -> None:
 def test_monitor_that_was_never_logged_is_named_with_those_that_were() -> None:
     trainer = trainer_with(EarlyStopping("val/los"))
     message = r"EarlyStopping\(monitor='val/los'\) was never logged. Did you mean 'val/loss'\? Accepted: val/loss"
+    task = Scripted([1.0, 1.0])
     with pytest.raises(MetricError, match=message):
-        trainer.fit(Scripted([1.0, 1.0]), BATCHES, [torch.ones(1, 1)])
-    assert trainer.state.epoch == 0
+        trainer.fit(task, BATCHES, [torch.ones(1, 1)])
+    assert task.num_validations == 1
 
 
 def test_names_are_case_sensitive_and_the_nearest_is_named() -> None:
@@ -208,7 +209,7 @@ def test_monitor_of_validation_without_validation_data_fails_after_the_first_epo
 
 def test_monitor_that_has_values_of_steps_alone_says_so() -> None:
     trainer = trainer_with(EarlyStopping("train/score"), log_every=3)
-    with pytest.raises(MetricError, match="recorded for single steps, .* Log it with on_epoch=True"):
+    with pytest.raises(MetricError, match=r"recorded for single steps, .* Log it with on_epoch=True"):
         trainer.fit(Scored([1.0, 1.0], on_step=True), [torch.ones(1, 1)] * 4)
 
 

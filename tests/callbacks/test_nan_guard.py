@@ -185,7 +185,7 @@ def test_bad_input_and_bad_weight_are_named() -> None:
         trainer_with(NaNGuard()).fit(Deep(), [batch])
     task = Deep()
     with torch.no_grad():
-        task.net[2].bias.fill_(math.nan)
+        dict(task.named_parameters())["net.2.bias"].fill_(math.nan)
     with pytest.raises(NonFiniteError, match=r"The weight 'net.2.bias' is not finite itself. .*'net.2' \(Linear\)"):
         trainer_with(NaNGuard()).fit(task, [torch.ones(4, 1)])
 
@@ -206,6 +206,21 @@ def test_search_leaves_no_trace_and_can_be_left_out() -> None:
     assert task.num_calls == 1
 
 
+def test_search_that_fails_does_not_hide_the_report() -> None:
+    class Once(Slope):
+        num_calls = 0
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.num_calls += 1
+            if self.num_calls > 1:
+                raise RuntimeError("only once")
+            return super().training_step(batch, batch_idx)
+
+    message = "^the loss is nan at step 1 .* A second run of this batch failed: RuntimeError: only once"
+    with pytest.raises(NonFiniteError, match=message):
+        trainer_with(NaNGuard()).fit(Once(), xs(math.nan))
+
+
 class Normed(Slope):
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +228,7 @@ class Normed(Slope):
         self.register_buffer("table", torch.ones(2))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.norm(batch[:, None]).mean() * self.w
+        return self.norm(batch[:, None]).mean() * self.w  # type: ignore[no-any-return]
 
 
 def test_skip_puts_the_means_of_batch_norm_back() -> None:
@@ -295,7 +310,7 @@ def test_saves_nothing_bad(tmp_path: Path) -> None:
 def test_batches_of_other_kinds_are_described() -> None:
     class Mapped(Slope):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.w * batch["x"][0].mean()
+            return self.w * batch["x"][0].mean()  # type: ignore[no-any-return]
 
         def count_samples(self, batch: Any) -> int:
             return 2

@@ -67,6 +67,16 @@ def test_timeline_of_the_callback_module_is_the_order_of_its_methods() -> None:
     assert set(EVENTS) == {*drawn, *events_named_in(rest), *own_prefix}
 
 
+def test_events_page_draws_the_same_timeline_and_names_every_event() -> None:
+    assert callback.__doc__ is not None
+    page = (ROOT / "docs" / "events.md").read_text()
+    (drawn,) = (block for block in page.split("```")[1::2] if "on_fit_start" in block)
+    timeline = events_named_in(drawn)
+    assert timeline == events_named_in(callback.__doc__.split("```")[1])
+    own_prefix = {name.replace("validation", stage) for name in timeline for stage in ("test", "predict")}
+    assert set(EVENTS) <= {*events_named_in(page), *own_prefix}
+
+
 def test_every_event_says_when_it_fires() -> None:
     assert [name for name in EVENTS if not getattr(Callback, name).__doc__] == []
 

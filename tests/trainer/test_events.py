@@ -230,11 +230,9 @@ def test_an_exception_in_any_event(event: str, error: BaseException) -> None:
     assert f"raised by Recorder in on_{event}, at step" in "\n".join(error.__notes__)
     for recorder in (first, failing):
         balanced(recorder)
-        assert recorder.log[-1] == "teardown"
-        if event != "teardown":
-            assert recorder.count("exception") == 1
-            assert recorder.log.index("exception") < recorder.log.index("teardown")
-            assert found.error is error
+        assert recorder.count("exception") == recorder.count("teardown") == 1
+        assert recorder.log[-1] == ("exception" if event == "teardown" else "teardown")
+    assert found.error is error
     # The last one misses nothing that ends.
     for end in ("teardown", "exception"):
         assert last.count(end) == first.count(end)

@@ -1,0 +1,59 @@
+"""`skip_first_batches`: a loader that goes on in the middle of a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from ..distributed.errors import ConfigError, DataError
+from .loader import PreparedLoader, loader_length
+from .samplers import SkippingSampler, with_samplers
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """A loader like this one whose passes begin `num_batches` later. The loader itself is not changed.
+
+    Indices are skipped, so that nothing is loaded for what is left out; iterable datasets are read and thrown away. The
+    new loader is in the same pass (`iteration`), and so has the same order.
+
+    Args:
+        dataloader: any iterable of batches, prepared or not.
+        num_batches: how many batches to leave out.
+    Returns:
+        A `DataLoader` for one over a map-style dataset, else a `PreparedLoader`.
+    Raises:
+        ConfigError: the number is negative or no integer.
+        DataError: the loader has fewer batches.
+    """
+    if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
+        raise ConfigError(f"skip_first_batches(num_batches={num_batches!r}). Expected an integer >= 0.")
+    length = loader_length(dataloader)
+    if length is not None and num_batches > length:
+        raise DataError(
+            f"skip_first_batches({num_batches}): the loader has {length} batches in a pass. Count the batches of the "
+            "current pass alone; whole passes are chosen by loader.set_epoch(epoch)."
+        )
+    if not isinstance(dataloader, PreparedLoader):
+        clone = _skipping_indices(dataloader, num_batches)
+        return PreparedLoader(dataloader, skip_batches=num_batches) if clone is None else clone
+    prepared = dataloader.attached_to(dataloader.active)
+    prepared.origin = dataloader
+    prepared.end_of_dataloader = False
+    # What is read and thrown away already is so before indices are counted.
+    skipping = _skipping_indices(prepared.loader, num_batches) if prepared.skip_batches == 0 else None
+    if skipping is None:
+        prepared.skip_batches += num_batches
+    else:
+        prepared.loader = skipping
+    return prepared
+
+
+def _skipping_indices(loader: Iterable[Any], num_batches: int) -> DataLoader[Any] | None:
+    """The loader with its first indices left out, None where it does not work by indices."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    if loader.batch_sampler is None:
+        return with_samplers(loader, sampler=SkippingSampler(loader.sampler, num_batches))
+    return with_samplers(loader, batch_sampler=SkippingSampler(loader.batch_sampler, num_batches))

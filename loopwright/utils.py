@@ -1,0 +1,102 @@
+"""The names that users of Accelerate import from `accelerate.utils`."""
+
+from __future__ import annotations
+
+from .data.configuration import DataLoaderConfiguration
+from .data.sizes import find_batch_size
+from .data.transfer import send_to_device
+from .distributed.environment import (
+    clear_environment,
+    get_int_from_env,
+    parse_choice_from_env,
+    parse_flag_from_env,
+    patch_environment,
+    str_to_bool,
+)
+from .distributed.kinds import DistributedType
+from .distributed.memory import (
+    clear_device_cache,
+    find_executable_batch_size,
+    release_memory,
+    should_reduce_batch_size,
+)
+from .distributed.nested import (
+    concatenate,
+    convert_outputs_to_fp32,
+    convert_to_fp32,
+    find_device,
+    honor_type,
+    is_namedtuple,
+    is_torch_tensor,
+    listify,
+    recursively_apply,
+    slice_tensors,
+)
+from .distributed.operations import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+    wait_for_everyone,
+)
+from .distributed.progress import tqdm
+from .distributed.random import set_seed
+from .distributed.units import convert_file_size_to_int
+from .strategies.forward import extract_model_from_parallel, is_compiled_module
+from .strategies.gradient_state import GradientAccumulationPlugin
+from .strategies.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+)
+from .trainer.project import ProjectConfiguration
+
+__all__ = [
+    "AutocastKwargs",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "ProjectConfiguration",
+    "broadcast",
+    "broadcast_object_list",
+    "clear_device_cache",
+    "clear_environment",
+    "concatenate",
+    "convert_file_size_to_int",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
+    "extract_model_from_parallel",
+    "find_batch_size",
+    "find_device",
+    "find_executable_batch_size",
+    "gather",
+    "gather_object",
+    "get_int_from_env",
+    "honor_type",
+    "is_compiled_module",
+    "is_namedtuple",
+    "is_torch_tensor",
+    "listify",
+    "pad_across_processes",
+    "parse_choice_from_env",
+    "parse_flag_from_env",
+    "patch_environment",
+    "recursively_apply",
+    "reduce",
+    "release_memory",
+    "send_to_device",
+    "set_seed",
+    "should_reduce_batch_size",
+    "slice_tensors",
+    "str_to_bool",
+    "tqdm",
+    "wait_for_everyone",
+]

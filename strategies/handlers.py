@@ -1,0 +1,110 @@
+"""Handlers: settings that `Accelerator(kwargs_handlers=[...])` hands on to the object that each is for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from ..distributed.errors import ConfigError, suggest
+
+H = TypeVar("H", bound="KwargsHandler")
+
+
+@dataclass(frozen=True, slots=True)
+class KwargsHandler:
+    """Base of the settings that an `Accelerator` hands on; the names are Accelerate's."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting by name."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The settings that differ from their defaults, so that the receiver's own defaults stay."""
+        default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != default[name]}
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastKwargs(KwargsHandler):
+    """Settings of `torch.autocast`, for the forward passes of prepared models and for `Accelerator.autocast`."""
+
+    enabled: bool = True
+    """False: forward passes are in the model's own number format."""
+    cache_enabled: bool | None = None
+    """Keep the converted weights within one forward pass. None: as torch is set."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradScalerKwargs(KwargsHandler):
+    """Settings of `torch.amp.GradScaler`, which fp16 works with."""
+
+    init_scale: float = 65536.0
+    """The factor of the first loss."""
+    growth_factor: float = 2.0
+    """What the scale is multiplied by after `growth_interval` steps without an overflow."""
+    backoff_factor: float = 0.5
+    """What the scale is multiplied by after an overflow."""
+    growth_interval: int = 2000
+    """Steps without an overflow until the scale grows."""
+    enabled: bool = True
+    """False: losses are not scaled and no step is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Settings of `DistributedDataParallel`. In one process they have no effect."""
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InitProcessGroupKwargs(KwargsHandler):
+    """Settings of `torch.distributed.init_process_group`. In one process they have no effect."""
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = field(default=None)
+    """How long a collective may wait."""
+
+
+class Handlers:
+    """The handlers of one `Accelerator`, at most one of each class.
+
+    Args:
+        handlers: in any order.
+    Raises:
+        ConfigError: one is no handler, or two are of one class.
+    """
+
+    def __init__(self, handlers: Iterable[KwargsHandler] | None = None) -> None:
+        self._by_class: dict[type[KwargsHandler], KwargsHandler] = {}
+        for handler in handlers or ():
+            self._add(handler)
+
+    def get(self, cls: type[H]) -> H:
+        """The handler of a class; one with its defaults where none was given."""
+        found = self._by_class.get(cls)
+        return found if isinstance(found, cls) else cls()
+
+    def _add(self, handler: object) -> None:
+        known = [cls.__name__ for cls in KwargsHandler.__subclasses__()]
+        if not isinstance(handler, KwargsHandler):
+            name = handler.__name__ if isinstance(handler, type) else type(handler).__name__
+            raise ConfigError(
+                f"kwargs_handlers holds {handler!r:.80}, which is no handler object. {suggest(name, known)}"
+            )
+        if type(handler) in self._by_class:
+            raise ConfigError(
+                f"kwargs_handlers: You can only pass one {type(handler).__name__}, got "
+                f"{self._by_class[type(handler)]} and {handler}. Put the settings into one."
+            )
+        self._by_class[type(handler)] = handler

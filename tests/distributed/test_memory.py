@@ -1,0 +1,173 @@
+"""Memory and the search for a batch size. F: facts of semantics about Accelerate; B: cases."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from loopwright.distributed.errors import ConfigError
+from loopwright.distributed.memory import (
+    clear_device_cache,
+    find_executable_batch_size,
+    release_memory,
+    should_reduce_batch_size,
+)
+
+TEXT = "CUDA out of memory."
+
+
+def needs(limit: int, tried: list[int], error: Exception | None = None) -> Callable[..., int]:
+    """A function that runs out of memory above a batch size."""
+
+    def train(batch_size: int) -> int:
+        tried.append(batch_size)
+        if batch_size > limit:
+            raise error or RuntimeError(TEXT)
+        return batch_size
+
+    return train
+
+
+def halve(size: int) -> int:
+    return size // 2
+
+
+def test_b85_both_forms_halve() -> None:
+    tried: list[int] = []
+    assert find_executable_batch_size(needs(8, tried), starting_batch_size=64)() == 8
+    assert tried == [64, 32, 16, 8]
+    tried.clear()
+    assert find_executable_batch_size(starting_batch_size=64)(needs(8, tried))() == 8
+    assert tried == [64, 32, 16, 8]
+
+
+def test_b85_a_reducer_is_kept_in_both_forms() -> None:
+    tried: list[int] = []
+    options = {"starting_batch_size": 64, "reduce_batch_size_fn": halve}
+    assert find_executable_batch_size(needs(8, tried), **options)() == 8
+    assert find_executable_batch_size(**options)(needs(8, tried))() == 8
+    assert tried == [64, 32, 16, 8] * 2
+
+
+def test_a_reducer_may_keep_its_own_count() -> None:
+    sizes = iter([20, 10])
+    tried: list[int] = []
+    found = find_executable_batch_size(needs(10, tried), 64, lambda: next(sizes))()
+    assert (found, tried) == (10, [64, 20, 10])
+
+
+def test_b85_f50_nothing_fits() -> None:
+    tried: list[int] = []
+    with pytest.raises(RuntimeError, match=r"No executable batch size found, reached zero\. Tried 10, 5, 2, 1\."):
+        find_executable_batch_size(needs(0, tried), starting_batch_size=10)()
+    assert tried == [10, 5, 2, 1]
+    with pytest.raises(RuntimeError, match=r"No executable batch size found, reached zero\. It began at 0\."):
+        find_executable_batch_size(needs(8, tried), starting_batch_size=0)()
+
+
+@pytest.mark.parametrize("error", [ValueError(TEXT), RuntimeError("shapes differ"), RuntimeError(TEXT, "more")])
+def test_b85_other_errors_pass_through_at_once(error: Exception) -> None:
+    tried: list[int] = []
+    with pytest.raises(type(error), match="shapes differ|out of memory"):
+        find_executable_batch_size(needs(8, tried, error), starting_batch_size=64)()
+    assert tried == [64]
+
+
+def test_f51_each_call_begins_anew_and_says_what_it_found(caplog: pytest.LogCaptureFixture) -> None:
+    tried: list[int] = []
+    search = find_executable_batch_size(needs(30, tried), starting_batch_size=64)
+    with caplog.at_level(logging.WARNING):
+        assert (search(), search()) == (16, 16)
+    assert tried == [64, 32, 16] * 2
+    assert caplog.messages == ["train ran with batch size 16; 64, 32 ran out of memory."] * 2
+    assert search.__name__ == "train"
+
+
+def test_the_factor_can_be_chosen() -> None:
+    tried: list[int] = []
+    find_executable_batch_size(needs(58, tried), factor=0.9)()
+    assert tried == [128, 115, 103, 92, 82, 73, 65, 58]
+    with pytest.raises(ConfigError, match=r"factor=1\.0\)\. Expected a number between 0 and 1"):
+        find_executable_batch_size(needs(1, []), factor=1.0)
+
+
+def test_a_reducer_has_to_reduce() -> None:
+    with pytest.raises(ConfigError, match=r"reduce_batch_size_fn gave 64 after 64\. It has to give a smaller size"):
+        find_executable_batch_size(needs(1, []), 64, lambda size: size)()
+
+
+def test_arguments_pass_through_and_the_batch_size_is_not_one_of_them() -> None:
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size: int, rate: float, *, name: str = "") -> tuple[int, float, str]:
+        return batch_size, rate, name
+
+    assert train(0.1, name="a") == (4, 0.1, "a")
+    with pytest.raises(TypeError, match=r"train\(64, 0\.1\): find_executable_batch_size passes 'batch_size' itself"):
+        train(64, 0.1)
+    with pytest.raises(TypeError, match=r"train\(0\.1, batch_size=64\): find_executable_batch_size passes"):
+        train(0.1, batch_size=64)
+    with pytest.raises(TypeError, match=r"nothing\(\) takes no argument\. Give it the batch size as its first one"):
+
+        @find_executable_batch_size
+        def nothing() -> None: ...
+
+        nothing()
+
+
+def test_what_failed_is_gone_before_the_next_try() -> None:
+    class Big:
+        """Stands for the tensors of a try."""
+
+    alive: list[weakref.ref[Big]] = []
+
+    def train(batch_size: int) -> int:
+        gc.collect()
+        assert all(reference() is None for reference in alive)
+        big = Big()
+        alive.append(weakref.ref(big))
+        if batch_size > 1:
+            raise RuntimeError(TEXT)
+        return batch_size
+
+    assert find_executable_batch_size(train, starting_batch_size=4)() == 1
+    assert len(alive) == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA: no more"), True),
+        (RuntimeError("HIP out of memory. Tried to allocate"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), True),
+        (RuntimeError("out of memory"), False),
+        (RuntimeError(3), False),
+        (MemoryError(" out of memory."), False),
+    ],
+)
+def test_which_errors_say_that_memory_is_used_up(error: BaseException, is_memory: bool) -> None:
+    assert should_reduce_batch_size(error) is is_memory
+
+
+def test_memory_is_released() -> None:
+    class Node:
+        """Part of a cycle, which only the collector frees."""
+
+    first: Any = Node()
+    first.other = Node()
+    first.other.other = first
+    gone = weakref.ref(first)
+    second = "text"
+    (first, second) = release_memory(first, second)
+    assert (first, second) == (None, None)
+    gc.collect()
+    assert gone() is None
+    assert release_memory() == []
+    clear_device_cache()

@@ -1,0 +1,91 @@
+"""Experiment trackers of an `Accelerator`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from loopwright.distributed.errors import ConfigError, TrackerError
+from loopwright.trackers.csv import CSVTracker
+from loopwright.trackers.memory import MemoryTracker
+from loopwright.trainer.accelerator import Accelerator
+
+
+def test_records_reach_every_tracker(tmp_path: Path) -> None:
+    memory = MemoryTracker()
+    accelerator = Accelerator(log_with=["jsonl", memory], project_dir=tmp_path)
+    assert accelerator.trackers == []
+    accelerator.init_trackers("digits", config={"lr": 0.1})
+    accelerator.log({"loss": torch.tensor(0.5), "count": 3})
+    accelerator.log({"loss": 0.25}, step=4)
+    accelerator.log({"loss": 0.125})
+    accelerator.end_training()
+    (run,) = memory.runs
+    assert (run.info.name, run.info.project, run.config, run.status) == ("digits", "digits", {"lr": 0.1}, "success")
+    assert run.records == [(0, {"loss": 0.5, "count": 3}), (4, {"loss": 0.25}), (5, {"loss": 0.125})]
+    lines = (tmp_path / "digits" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines if "loss" in line] == [0.5, 0.25, 0.125]
+
+
+def test_without_trackers_logging_does_nothing() -> None:
+    accelerator = Accelerator()
+    accelerator.log({"loss": 1.0})
+    accelerator.init_trackers("digits")
+    accelerator.log({"loss": 1.0}, step=3)
+    accelerator.end_training()
+    assert accelerator.trackers == []
+    assert list(Path().iterdir()) == []
+
+
+def test_options_reach_the_tracker_that_they_are_for(tmp_path: Path) -> None:
+    accelerator = Accelerator(log_with="csv")
+    other = {"wandb": {"entity": "nobody"}}
+    accelerator.init_trackers("digits", init_kwargs={"csv": {"path": tmp_path / "own.csv", "name": "first"}, **other})
+    tracker = accelerator.get_tracker("csv")
+    assert isinstance(tracker, CSVTracker)
+    accelerator.log({"loss": 1.0})
+    accelerator.end_training()
+    assert (tmp_path / "own.csv").exists()
+
+
+def test_the_run_may_have_a_name_of_its_own() -> None:
+    memory = MemoryTracker()
+    accelerator = Accelerator(log_with=memory, project_dir="work")
+    accelerator.init_trackers("digits", init_kwargs={"memory": {"name": "first"}})
+    assert (memory.runs[0].info.name, memory.runs[0].info.project) == ("first", "digits")
+    assert memory.runs[0].info.directory == Path("work/digits")
+    accelerator.end_training()
+
+
+def test_a_second_run_may_follow_the_first() -> None:
+    memory = MemoryTracker()
+    accelerator = Accelerator(log_with=memory)
+    for project in ("one", "two"):
+        accelerator.init_trackers(project)
+        accelerator.log({"loss": 1.0})
+        accelerator.end_training()
+    assert [(run.info.project, run.records) for run in memory.runs] == [
+        ("one", [(0, {"loss": 1.0})]),
+        ("two", [(0, {"loss": 1.0})]),
+    ]
+
+
+def test_what_is_asked_of_trackers_has_to_be_there() -> None:
+    accelerator = Accelerator(log_with=MemoryTracker())
+    with pytest.raises(TrackerError, match=r"accelerator\.log was called while no run is open\. Call init_trackers"):
+        accelerator.log({"loss": 1.0})
+    with pytest.raises(ConfigError, match=r"names no tracker\. Did you mean 'wandb'\?"):
+        accelerator.init_trackers("digits", init_kwargs={"wandbb": {}})
+    with pytest.raises(ConfigError, match=r"was given as an object, which has its options already"):
+        accelerator.init_trackers("digits", init_kwargs={"memory": {"size": 3}})
+    accelerator.init_trackers("digits")
+    with pytest.raises(TrackerError, match=r"get_tracker\('wandb'\): no such tracker is open\. Accepted: memory\."):
+        accelerator.get_tracker("wandb")
+    with pytest.raises(TrackerError, match=r"MemoryTracker has nothing to unwrap"):
+        accelerator.get_tracker("memory", unwrap=True)
+    with pytest.raises(ConfigError, match=r"options of single trackers are not available in this version"):
+        accelerator.log({"loss": 1.0}, log_kwargs={"memory": {"commit": True}})
+    accelerator.end_training()

@@ -1,0 +1,128 @@
+"""What the arguments of an `Accelerator` and the environment mean together. An argument that was given wins."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..distributed.environment import read_flag, read_int, read_variable
+from ..distributed.errors import ConfigError, suggest
+from ..distributed.process import ProcessState
+from ..strategies.gradient_state import GradientAccumulationPlugin, check_num_steps
+from ..strategies.handlers import GradScalerKwargs, Handlers
+from ..strategies.precision import PRECISIONS, MixedPrecision, Precision, create_precision
+from .project import ProjectConfiguration
+
+RNG_TYPES = ("torch", "cuda", "mlu", "sdaa", "musa", "npu", "xla", "xpu", "hpu", "neuron", "generator")
+"""Random states that processes can be brought to agree on, by Accelerate's words."""
+
+# Arguments that Accelerate has, and what to do here in place of them.
+_ABSENT = {
+    "deepspeed_plugin": "DeepSpeed is not available in this version.",
+    "deepspeed_plugins": "DeepSpeed is not available in this version.",
+    "fsdp_plugin": "FSDP is not available in this version.",
+    "megatron_lm_plugin": "Megatron-LM is not available.",
+    "torch_tp_plugin": "Tensor parallelism is not available in this version.",
+    "parallelism_config": "This version trains in one process.",
+    "dynamo_backend": "Call torch.compile(model, backend=...) before prepare.",
+    "dynamo_plugin": "Call torch.compile(model, backend=...) before prepare.",
+    "split_batches": "Use dataloader_config=DataLoaderConfiguration(split_batches=...).",
+    "dispatch_batches": "Use dataloader_config=DataLoaderConfiguration(dispatch_batches=...).",
+    "even_batches": "Use dataloader_config=DataLoaderConfiguration(even_batches=...).",
+    "use_seedable_sampler": "Use dataloader_config=DataLoaderConfiguration(use_seedable_sampler=...).",
+    "logging_dir": "Use project_dir=, or project_config=ProjectConfiguration(logging_dir=...).",
+    "fp16": "Use mixed_precision='fp16'.",
+}
+
+
+def refuse_others(others: Mapping[str, Any], cls: type) -> None:
+    """Refuse arguments that a class does not have; Accelerate's that are None or "no" ask for nothing.
+
+    Raises:
+        ConfigError: says what to use in place of it, or the nearest name.
+    """
+    for name, value in others.items():
+        if name not in _ABSENT:
+            known = set(inspect.signature(cls).parameters) - {"others"}
+            raise ConfigError(f"Accelerator({name}={value!r}) is unknown. {suggest(name, known)}")
+        if value is not None and str(value).lower() != "no":
+            raise ConfigError(f"Accelerator({name}={value!r}) can't be used here. {_ABSENT[name]} Leave it out.")
+
+
+def read_process(cpu: bool | None) -> ProcessState:
+    """This process; on the device that the environment names, where no argument decides."""
+    process = ProcessState(cpu=bool(read_flag("USE_CPU") if cpu is None else cpu))
+    device = read_variable("TORCH_DEVICE")
+    if cpu is None and device is not None:
+        try:
+            process.device = torch.device(device[1])
+        except RuntimeError as error:
+            raise ConfigError(f"{device[0]}={device[1]!r} is no device: {error}. Expected such as 'cuda:1'.") from error
+    return process
+
+
+def read_accumulation(num_steps: int | None, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
+    """How gradients are accumulated.
+
+    Raises:
+        ConfigError: number and plugin contradict each other, or the number is none.
+    """
+    if plugin is not None:
+        if num_steps not in (None, 1):
+            raise ConfigError(
+                f"gradient_accumulation_steps={num_steps} and gradient_accumulation_plugin={plugin} were both given. "
+                "Give the plugin alone, with num_steps in it."
+            )
+        return plugin
+    if num_steps is not None:
+        return GradientAccumulationPlugin(num_steps=check_num_steps(num_steps, "gradient_accumulation_steps"))
+    found = read_int("GRADIENT_ACCUMULATION_STEPS")
+    return GradientAccumulationPlugin(
+        num_steps=1 if found is None else check_num_steps(found, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    )
+
+
+def read_precision(name: str | Precision | None, device: torch.device, handlers: Handlers) -> Precision:
+    """The number formats of a step.
+
+    Raises:
+        ConfigError: the word is unknown, or the device can't compute in that format.
+    """
+    if name is None and (found := read_variable("MIXED_PRECISION")) is not None:
+        name = found[1]
+        if name not in PRECISIONS:
+            raise ConfigError(f"{found[0]}={name!r} is unknown. {suggest(name, PRECISIONS)}")
+    if not isinstance(name, str) or PRECISIONS.get(name) != "fp16":
+        return create_precision(name, device)
+    settings = handlers.get(GradScalerKwargs)
+    if not settings.enabled:
+        return MixedPrecision(device, torch.float16)
+    return create_precision(name, device, scaler=torch.amp.GradScaler(device.type, **settings.to_kwargs()))
+
+
+def read_project(
+    project_dir: str | os.PathLike[str] | None, configuration: ProjectConfiguration | None
+) -> ProjectConfiguration:
+    """Where files go: as configured, with the folder that was given where the configuration has none."""
+    if configuration is None:
+        return ProjectConfiguration(project_dir=project_dir)
+    if project_dir is not None and configuration.project_dir is None:
+        configuration.set_directories(project_dir)
+    return configuration
+
+
+def read_rng_types(rng_types: Iterable[Any] | None) -> list[str]:
+    """Which random states processes agree on.
+
+    Raises:
+        ConfigError: one is unknown.
+    """
+    words = ["generator"] if rng_types is None else [str(getattr(item, "value", item)) for item in rng_types]
+    for word in words:
+        if word not in RNG_TYPES:
+            raise ConfigError(f"rng_types holds {word!r}, which is unknown. {suggest(word, RNG_TYPES)}")
+    return words

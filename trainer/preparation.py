@@ -1,0 +1,241 @@
+"""`Preparation`: what an `Accelerator` makes of models, optimizers, loaders and schedulers, and which it has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from ..data.combined import CombinedLoader
+from ..data.configuration import DataLoaderConfiguration
+from ..data.loader import PreparedLoader
+from ..data.samplers import with_seedable_sampler
+from ..distributed.errors import ConfigError
+from ..strategies.forward import ContextFactory, wrap_forward
+from ..strategies.optimizer import GatedOptimizer, move_optimizer_state
+from ..strategies.scheduler import GatedScheduler
+from ..strategies.strategy import Strategy
+
+T = TypeVar("T")
+
+_MARK = "_is_accelerate_prepared"
+
+
+class Preparation:
+    """Prepares objects for a strategy and keeps them, in the order in which they came.
+
+    Args:
+        strategy: how steps are carried out.
+        configuration: of loaders.
+        device_placement: whether models and batches are moved to the device.
+        context: gives the contexts of forward passes; None leaves forward passes as they are.
+        steps_per_call: schedule steps for each effective call of a scheduler.
+        step_with_optimizer: whether schedulers wait for their optimizers.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        configuration: DataLoaderConfiguration,
+        *,
+        device_placement: bool = True,
+        context: ContextFactory | None = None,
+        steps_per_call: int = 1,
+        step_with_optimizer: bool = True,
+    ) -> None:
+        self.strategy = strategy
+        self.configuration = configuration
+        self.device_placement = device_placement
+        self.models: list[nn.Module] = []
+        self.optimizers: list[GatedOptimizer] = []
+        self.schedulers: list[GatedScheduler] = []
+        self.loaders: list[PreparedLoader] = []
+        self._context = context
+        self._steps_per_call = steps_per_call
+        self._step_with_optimizer = step_with_optimizer
+
+    def prepare(self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None = None) -> list[Any]:
+        """Prepare objects together: models with their optimizers and loaders first, then schedulers.
+
+        Args:
+            objects: in any order; those of another kind pass through.
+            device_placement: whether each one is moved; None in it, or for all, leaves it to the default.
+        Returns:
+            What they became, in the same order.
+        Raises:
+            ConfigError: `device_placement` has another length.
+        """
+        places = self._places(objects, device_placement)
+        results = self._models_with_optimizers(objects, places)
+        for index, item in enumerate(objects):
+            if isinstance(item, (DataLoader, CombinedLoader, PreparedLoader)):
+                results[index] = self.loader(item, places[index])
+        # Last, since a scheduler waits for the optimizer that its own became above.
+        for index, item in enumerate(objects):
+            if isinstance(item, (LRScheduler, GatedScheduler)):
+                results[index] = self.scheduler(item)
+        return results
+
+    def model(self, model: Any, place: bool | None = None, evaluates: bool = False) -> nn.Module:
+        """A model as it is called from now on.
+
+        Args:
+            model: any module.
+            place: whether it is moved to the device; None: the default.
+            evaluates: it will not be trained, and so is neither wrapped nor sharded by the strategy.
+        Raises:
+            ConfigError: it is no module.
+        """
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"prepare_model got a {type(model).__name__}. Expected a torch.nn.Module.")
+        if getattr(model, _MARK, False):
+            return _add(self.models, model)
+        return self._set_up(model, [], self._place(place), evaluates)[0]
+
+    def optimizer(self, optimizer: Any, place: bool | None = None) -> GatedOptimizer:
+        """An optimizer that steps where gradients synchronise; its state is moved to the devices of its parameters.
+
+        Raises:
+            ConfigError: it is no optimizer.
+        """
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(f"prepare_optimizer got a {type(optimizer).__name__}. Expected a torch.optim.Optimizer.")
+        if isinstance(optimizer, GatedOptimizer):
+            return _add(self.optimizers, optimizer)
+        if self._place(place):
+            move_optimizer_state(optimizer)
+        return _add(self.optimizers, GatedOptimizer(optimizer, self.strategy))
+
+    def scheduler(self, scheduler: Any) -> GatedScheduler:
+        """A scheduler that waits for its optimizer, or for all where none of the prepared ones is its own.
+
+        Raises:
+            ConfigError: it can't step.
+        """
+        if not callable(getattr(scheduler, "step", None)):
+            raise ConfigError(f"prepare_scheduler got a {type(scheduler).__name__}. Expected an object with step().")
+        if isinstance(scheduler, GatedScheduler):
+            return _add(self.schedulers, scheduler)
+        optimizer = getattr(scheduler, "optimizer", None)
+        own = [o for o in self.optimizers if optimizer is o or optimizer is o.optimizer]
+        gated = GatedScheduler(
+            scheduler,
+            own or self.optimizers,
+            self.strategy.gradient_state,
+            steps_per_call=self._steps_per_call,
+            step_with_optimizer=self._step_with_optimizer,
+        )
+        return _add(self.schedulers, gated)
+
+    def loader(self, loader: Any, place: bool | None = None) -> PreparedLoader:
+        """A loader for this process: its share of the samples, on its device, with its end known.
+
+        Raises:
+            ConfigError: it can't be iterated.
+        """
+        if not hasattr(loader, "__iter__"):
+            raise ConfigError(f"prepare_data_loader got a {type(loader).__name__}. Expected an iterable of batches.")
+        active = self.strategy.gradient_state.loaders
+        if isinstance(loader, PreparedLoader) and loader.active is active:
+            return _add(self.loaders, loader)
+        return _add(self.loaders, self._adapt(loader, active, self._place(place)))
+
+    def change_num_steps(self, num_steps: int) -> None:
+        """Set the micro-batches per window, from the next backward on; raises ConfigError below 1."""
+        self.strategy.gradient_state.change_num_steps(num_steps)
+        for loader in self.loaders:
+            loader.lookahead = self._lookahead
+
+    def clear(self) -> None:
+        """Forget every prepared object."""
+        for kept in (self.models, self.optimizers, self.schedulers, self.loaders):
+            kept.clear()
+
+    @property
+    def _lookahead(self) -> int:
+        state = self.strategy.gradient_state
+        return state.num_steps if state.is_exact else 1
+
+    def _adapt(self, loader: Any, active: list[PreparedLoader], place: bool) -> PreparedLoader:
+        if isinstance(loader, PreparedLoader):  # another Accelerator's, or none's
+            prepared = loader.attached_to(active)
+            prepared.device = self.strategy.device
+        else:
+            if self.configuration.use_seedable_sampler:
+                loader = with_seedable_sampler(loader, self.configuration.data_seed)
+            prepared = self.strategy.setup_dataloader(loader)
+        prepared.non_blocking = self.configuration.non_blocking
+        prepared.lookahead = self._lookahead
+        if not place:
+            prepared.device = None
+        return prepared
+
+    def _models_with_optimizers(self, objects: Sequence[Any], places: Sequence[bool]) -> list[Any]:
+        """Set each new model up together with its own optimizers, then those that are left; others pass through."""
+        results = list(objects)
+        waiting = {i: o for i, o in enumerate(objects) if _is_new_optimizer(o)}
+        for index, model in enumerate(objects):
+            if not isinstance(model, nn.Module):
+                continue
+            if getattr(model, _MARK, False):
+                _add(self.models, model)
+                continue
+            own = [i for i, optimizer in waiting.items() if _shares_parameters(optimizer, model)]
+            results[index], placed = self._set_up(model, [waiting.pop(i) for i in own], places[index])
+            for i, optimizer in zip(own, placed, strict=True):
+                results[i] = optimizer
+        for index, item in enumerate(results):
+            if isinstance(item, Optimizer):
+                results[index] = self.optimizer(item, places[index])
+        return results
+
+    def _set_up(
+        self, model: nn.Module, optimizers: list[Optimizer], place: bool, evaluates: bool = False
+    ) -> tuple[nn.Module, list[Optimizer]]:
+        if self._context is not None:
+            wrap_forward(model, self._context)
+        place = place and not _is_dispatched(model)
+        if place and evaluates:
+            model.to(self.strategy.device)
+        elif place:
+            model, optimizers = self.strategy.setup(model, optimizers)
+        model.__dict__[_MARK] = True
+        _add(self.models, model)
+        return model, optimizers
+
+    def _places(self, objects: Sequence[Any], given: Sequence[bool | None] | None) -> list[bool]:
+        if given is None:
+            return [self.device_placement] * len(objects)
+        if isinstance(given, bool) or len(given) != len(objects):
+            raise ConfigError(
+                f"prepare(device_placement={given!r}) for {len(objects)} objects. Expected a list of as many."
+            )
+        return [self._place(place) for place in given]
+
+    def _place(self, place: bool | None) -> bool:
+        return self.device_placement if place is None else place
+
+
+def _add(kept: list[T], item: T) -> T:
+    """The item, which is in the list from now on."""
+    if not any(item is other for other in kept):
+        kept.append(item)
+    return item
+
+
+def _is_new_optimizer(item: Any) -> bool:
+    return isinstance(item, Optimizer) and not isinstance(item, GatedOptimizer)
+
+
+def _shares_parameters(optimizer: Optimizer, model: nn.Module) -> bool:
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _is_dispatched(model: nn.Module) -> bool:
+    """Whether the parts of a model are on devices of their own, which moving it would undo."""
+    return len(getattr(model, "hf_device_map", None) or ()) > 1

@@ -1,0 +1,128 @@
+"""`RunReadings`: what a Trainer shows of the run that goes on, or of the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..callbacks.limits import Limits
+from ..distributed.errors import ConfigError
+from ..distributed.process import ProcessState
+from ..strategies.optimizer import GatedOptimizer
+from ..strategies.strategy import Strategy
+from .accelerator import Accelerator
+from .run import Run
+from .settings import Settings
+
+
+class RunReadings:
+    """The part of a Trainer that is only read: of the run that goes on, or of the last training."""
+
+    accelerator: Accelerator
+    """The layer that carries out the steps."""
+    settings: Settings
+    """What the arguments mean."""
+    _run: Run | None
+    _last_run: Run | None
+    _ended_run: Run | None
+
+    @property
+    def process(self) -> ProcessState:
+        """This process and its place among others."""
+        return self.accelerator.state
+
+    @property
+    def strategy(self) -> Strategy:
+        """How a step is carried out."""
+        return self.accelerator.strategy
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.accelerator.device
+
+    @property
+    def error(self) -> BaseException | None:
+        """The exception that is ending the run, or that ended the last one."""
+        run = self._run or self._ended_run
+        return None if run is None else run.error
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run was asked to end, None while it was not."""
+        run = self._run or self._ended_run
+        return None if run is None else run.stop_reason
+
+    @property
+    def model(self) -> nn.Module:
+        """The task as the strategy wrapped it."""
+        return self._newest("model").model
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The torch optimizers of the training, in the order of `configure_optimizers`."""
+        training = self._newest("optimizers").training
+        return [] if training is None else training.optimizers
+
+    @property
+    def gated_optimizers(self) -> Sequence[GatedOptimizer]:
+        """The optimizers as `Task.optimizers` gives them."""
+        training = self._newest("gated_optimizers").training
+        return [] if training is None else training.gated
+
+    @property
+    def schedulers(self) -> Sequence[Any]:
+        """The learning-rate schedulers of the training."""
+        training = self._newest("schedulers").training
+        return [] if training is None else [rate.scheduler for rate in training.schedulers]
+
+    @property
+    def limits(self) -> Limits:
+        """How long a training goes on."""
+        return self.settings.limits
+
+    @property
+    def window_size(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.settings.accumulate
+
+    @property
+    def is_fast_dev_run(self) -> bool:
+        """Whether this only tries everything."""
+        return self.settings.is_fast_dev_run
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether the training run validates."""
+        run = self._run or self._last_run
+        return run is not None and run.training is not None and run.training.validation is not None
+
+    @property
+    def num_validation_batches(self) -> int | None:
+        """Batches of one validation, None without one or where a loader has no length."""
+        run = self._run
+        if run is None or run.training is None or run.training.validation is None:
+            return None
+        return run.training.validation.num_batches
+
+    @property
+    def data_wait_seconds(self) -> float:
+        """Time that the training has spent waiting for data."""
+        training = self._newest("data_wait_seconds").training
+        if training is None:
+            return 0.0
+        return training.wait_seconds + (training.reader.wait_seconds if training.reader else 0.0)
+
+    def unwrapped_model(self) -> nn.Module:
+        """The task without what strategy and compiler put around it."""
+        return self.strategy.unwrap(self._newest("unwrapped_model").model)
+
+    def _newest(self, what: str) -> Run:
+        run = self._run or self._last_run
+        if run is None:
+            raise ConfigError(f"trainer.{what} before the first run: call fit, validate, test or predict.")
+        return run

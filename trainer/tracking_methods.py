@@ -1,0 +1,158 @@
+"""`TrackingMethods`: what an `Accelerator` does with experiment trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ..distributed.errors import ConfigError, TrackerError, suggest
+from ..trackers.registry import create_trackers, tracker_words
+from ..trackers.tracker import RunInfo, Tracker
+from .project import ProjectConfiguration
+
+LogWith: TypeAlias = "str | Tracker | type[Tracker] | Iterable[str | Tracker | type[Tracker]] | None"
+
+_DEFAULT_FOLDER = "runs"
+
+
+class TrackingMethods:
+    """The experiment trackers of an `Accelerator`.
+
+    Args:
+        log_with: words, trackers, or a list of these; None for none.
+        project: where trackers' files go.
+        is_main_process: whether this process writes.
+    Raises:
+        ConfigError: a word is unknown.
+        MissingDependencyError: a tracker was named whose package is not installed.
+    """
+
+    def __init__(self, log_with: LogWith, project: ProjectConfiguration, is_main_process: bool) -> None:
+        self.project_configuration = project
+        """Where files go."""
+        self.log_with = [log_with] if isinstance(log_with, (str, Tracker, type)) else list(log_with or [])
+        """What was asked for."""
+        self._group = create_trackers(self.log_with, enabled=is_main_process)
+        self._is_tracking = False
+        self._next_step = 0
+
+    @property
+    def project_dir(self) -> Any:
+        """The folder of the project's files, None where there is none."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> Any:
+        """The folder of the trackers' files, None where there is none; they go to `runs` then."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """The trackers that `init_trackers` has opened."""
+        return list(self._group.trackers) if self._is_tracking else []
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Open a run in every tracker. Files go to a folder of this name below `logging_dir`.
+
+        Args:
+            project_name: the project's name, and the run's.
+            config: what the run was configured with.
+            init_kwargs: further options by the tracker's word: `{"wandb": {"entity": "team"}}`; `"name"` names the run.
+                Those of trackers that are not in use are left out.
+        Raises:
+            ConfigError: no tracker has this word, or it does not take an option.
+            TrackerError: a run is open already.
+        """
+        options = {word: dict(given) for word, given in (init_kwargs or {}).items()}
+        self._check_words(options)
+        names = [name for given in options.values() if (name := given.pop("name", None))]
+        if any(options.values()):
+            configured = [self._with_options(tracker, options.get(tracker.name)) for tracker in self._group.trackers]
+            self._group = create_trackers(configured, enabled=self._group.enabled)
+        folder = Path(self.logging_dir or _DEFAULT_FOLDER) / project_name
+        self._group.start(RunInfo(names[0] if names else project_name, project_name, folder), config or {})
+        self._is_tracking = True
+        self._next_step = 0
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Write one record to every tracker; without trackers, do nothing.
+
+        Args:
+            values: numbers by name; tensors of one element count as such.
+            step: the optimizer step that it belongs to. Without one, one more than that of the last record.
+            log_kwargs: Accelerate's options of single trackers; not available in this version.
+        Raises:
+            TrackerError: `init_trackers` was not called.
+            ConfigError: `log_kwargs` has options.
+        """
+        if not self.log_with:
+            return
+        if not self._is_tracking:
+            raise TrackerError(
+                "accelerator.log was called while no run is open. Call init_trackers(project_name) first."
+            )
+        if any((log_kwargs or {}).values()):
+            raise ConfigError(
+                f"accelerator.log(log_kwargs={log_kwargs!r}): options of single trackers are not available in this "
+                "version. Leave them out, or write by get_tracker(name)."
+            )
+        step = self._next_step if step is None else step
+        self._group.log(values, step)
+        self._next_step = step + 1
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The open tracker of that name.
+
+        Args:
+            name: its word.
+            unwrap: return what the tracker itself writes with, its attribute `tracker`.
+        Raises:
+            TrackerError: no such tracker is open, or it has nothing to unwrap.
+        """
+        found = next((tracker for tracker in self.trackers if tracker.name == name), None)
+        if found is None:
+            known = [tracker.name for tracker in self.trackers]
+            raise TrackerError(
+                f"get_tracker({name!r}): no such tracker is open. {suggest(name, known)} Name it in log_with, and call "
+                "init_trackers first."
+            )
+        if not unwrap:
+            return found
+        if not hasattr(found, "tracker"):
+            raise TrackerError(f"get_tracker({name!r}, unwrap=True): {type(found).__name__} has nothing to unwrap.")
+        return found.tracker
+
+    def end_training(self) -> None:
+        """Close the run in every tracker."""
+        self._group.finish("success")
+        self._is_tracking = False
+
+    def _check_words(self, options: Mapping[str, Any]) -> None:
+        known = {*tracker_words(), *(tracker.name for tracker in self._group.trackers)}
+        for word in options:
+            if word not in known:
+                raise ConfigError(
+                    f"init_trackers(init_kwargs={{{word!r}: ...}}) names no tracker. {suggest(word, known)}"
+                )
+
+    def _with_options(self, tracker: Tracker, options: dict[str, Any] | None) -> Tracker | dict[str, Any]:
+        """The tracker, or what makes one with these options in its place."""
+        if not options:
+            return tracker
+        if any(tracker is given for given in self.log_with):
+            raise ConfigError(
+                f"init_trackers(init_kwargs={{{tracker.name!r}: ...}}): this tracker was given as an object, which has "
+                "its options already. Give them to its constructor."
+            )
+        return {"name": tracker.name, **options}
