@@ -22,6 +22,8 @@ class Loop:
     function: str
     package: str = "torch"
     """What must be installed."""
+    needs_accumulation: bool = False
+    """Whether it differs from the raw loop only where several batches make one step."""
 
     def is_installed(self) -> bool:
         """Whether the library is there."""
@@ -54,6 +56,7 @@ BARE = "Loopwright Trainer, bare"
 LOOPS = (
     Loop(name=RAW, module="raw_loop", function="run_raw"),
     Loop(name="raw PyTorch, again", module="raw_loop", function="run_raw"),
+    Loop(name=f"{RAW}, window fetched first", module="raw_loop", function="run_raw_windows", needs_accumulation=True),
     Loop(name=BARE, module="own_loops", function="run_trainer_bare"),
     Loop(name="Loopwright Trainer, defaults + log", module="own_loops", function="run_trainer_defaults"),
     Loop(name="Loopwright Accelerator", module="own_loops", function="run_accelerator"),

@@ -27,6 +27,7 @@ def time_rounds(loops: Sequence[Loop], work: Workload, rounds: int, *, quick: bo
     Returns:
         For each loop's name the seconds per optimizer step in each round.
     """
+    loops = [loop for loop in loops if work.accumulate > 1 or not loop.needs_accumulation]
     steps = max(work.block_steps // 3, 20) if quick else work.block_steps
     seconds: dict[str, list[float]] = {loop.name: [] for loop in loops}
     for turn in range(-1, rounds):

@@ -41,6 +41,7 @@ def chosen(words: str) -> Sequence[Loop]:
 
 def report_calls(loops: Sequence[Loop], *, breakdown: bool) -> None:
     """Print the calls per step, what small additions add, and where the calls are."""
+    loops = [loop for loop in loops if not loop.needs_accumulation]
     counts = {loop.name: count_calls(loop, TINY) for loop in loops}
     linear = {loop.name: count_calls(loop, LINEAR) for loop in loops}
     print(calls_report(counts, linear), flush=True)

@@ -11,7 +11,7 @@ from typing import Any
 from ticks import Ticker
 from workloads import Workload
 
-# mypy: disable-error-code="no-untyped-call,misc"
+# mypy: disable-error-code="no-untyped-call,misc,import-untyped"
 
 
 def run_accelerate(work: Workload, ticker: Ticker, steps: int) -> None:

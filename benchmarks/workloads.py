@@ -85,6 +85,6 @@ WORKLOADS = {
     for work in (
         TINY,
         replace(TINY, name="tiny8", accumulate=8, block_steps=60),
-        Workload(name="mid", model=SmallTransformer, data=_tokens, loss=F.cross_entropy, batch_size=8, block_steps=40),
+        Workload(name="mid", model=SmallTransformer, data=_tokens, loss=F.cross_entropy, batch_size=8, block_steps=25),
     )
 }

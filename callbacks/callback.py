@@ -17,7 +17,8 @@ on_fit_end -> on_teardown
 ```
 
 `on_exception(error)` fires wherever one is raised; `on_log(metrics, step)` for each record that goes to the trackers;
-test and predict have the events of validation with their own prefix.
+`on_save_state(state)` and `on_load_state(state)` around checkpoints. Test and predict have the events of validation
+with their own prefix.
 """
 
 from __future__ import annotations

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..distributed.errors import ConfigError, suggest
+from ..strategies.outcome import StepOutcome
 from .bus import EVENTS, Event, Handler
-from .intervals import Interval, Schedule
+from .callback import Callback
+from .intervals import Interval, IntervalLike, Schedule
 from .state import RunState
 
 # Events that count in the run's own counters, so that a filter means the same after a resume.
@@ -40,14 +42,14 @@ def find_event(name: str) -> Event:
 class FilteredFunction:
     """A function that is called on some firings of one event.
 
-    `every`, `once`, `before` and `after` count from 1: optimizer steps at `step`, micro-batches at the events of a
-    batch, epochs at those of an epoch, and firings in this run at all others.
+    `every`, `once`, `before` and `after` count from 1: optimizer steps at `step` (of which one that is skipped is
+    none), micro-batches at the events of a batch, epochs at those of an epoch, and firings in this run at all others.
     """
 
     event: Event
     function: Handler
-    every: int | str | None = None
-    """Each n-th time, or an interval such as `"0.25 epoch"`."""
+    every: IntervalLike | None = None
+    """Each n-th time, or an interval such as `"0.25 epoch"` or a list of these."""
     once: int | bool | None = None
     """The n-th time alone; True: the first."""
     before: int | None = None
@@ -58,15 +60,20 @@ class FilteredFunction:
     """A predicate over the event's own arguments."""
     _fired: int = 0
     _schedule: Schedule | None = None
+    _interval: Interval | None = field(default=None, init=False)
+    _only_applied: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         for option in ("every", "once", "before", "after"):
             value = getattr(self, option)
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-                raise ConfigError(f"{option}={value} of trainer.on. Expected an integer >= 1; counts begin at 1.")
-        if isinstance(self.every, str):
-            interval = Interval.parse(self.every, unit="steps", option="every")
-            if interval.last:
+            is_count = isinstance(value, int) and not isinstance(value, bool)
+            is_free = value is None or option == "every" or (option == "once" and isinstance(value, bool))
+            if not (is_count or is_free) or (is_count and value < 1):
+                raise ConfigError(f"{option}={value!r} of trainer.on. Expected an integer >= 1; counts begin at 1.")
+            self._only_applied |= value is not None and self.event is Callback.on_step
+        if self.every is not None and (isinstance(self.every, bool) or not isinstance(self.every, int)):
+            self._interval = Interval.parse(self.every, unit="steps", option="every")
+            if self._interval.last:
                 raise ConfigError("every='last' of trainer.on can't be known in advance. Use the event 'fit_end'.")
 
     @property
@@ -77,10 +84,12 @@ class FilteredFunction:
     def reset(self, state: RunState) -> None:
         """Begin a run."""
         self._fired = 0
-        if isinstance(self.every, str):
-            self._schedule = Schedule(Interval.parse(self.every, unit="steps", option="every"), state)
+        if self._interval is not None:
+            self._schedule = Schedule(self._interval, state)
 
     def __call__(self, trainer: Any, task: Any, *values: Any) -> None:
+        if self._only_applied and values[0] is not StepOutcome.APPLIED:
+            return
         self._fired += 1
         state: RunState = trainer.state
         count_of = _COUNTS.get(self.event.__name__)

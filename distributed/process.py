@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -11,7 +10,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from .devices import choose_device
+from .environment import launched_as
 from .errors import ConfigError
+from .splitting import share_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,7 +28,7 @@ class ProcessState:
     """
 
     def __init__(self, cpu: bool = False) -> None:
-        world = int(os.environ.get("WORLD_SIZE", "1") or 1)
+        world = launched_as("WORLD_SIZE", 1)
         if world > 1:
             raise ConfigError(
                 f"WORLD_SIZE={world}: this version trains in one process. Start the script without a launcher, "
@@ -70,6 +71,18 @@ class ProcessState:
     def local_main_process_first(self) -> Iterator[None]:
         """Let each machine's main process run the body before its others do. Collective."""
         yield
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This process's share of the inputs, in a context. In one process: the inputs themselves.
+
+        Args:
+            inputs: a list, a tuple, a tensor, or a mapping of these, all equally long. They are not changed.
+            apply_padding: make all shares equally long, by the last item.
+        Raises:
+            DataError: the values of a mapping differ in length.
+        """
+        yield share_of(inputs, self.process_index, self.num_processes, apply_padding)
 
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Decorate a function to run on the main process alone; elsewhere it returns None."""

@@ -9,7 +9,7 @@ from .errors import ConfigError
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """tqdm's progress bar, on each machine's main process alone.
+    """A progress bar of tqdm, on each machine's main process alone.
 
     Args:
         args: as tqdm takes them.
@@ -21,6 +21,8 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     from tqdm.auto import tqdm as bar
 
     if args and isinstance(args[0], bool):
-        raise ConfigError(f"tqdm({args[0]}, ...): the first argument is what to iterate. Use main_process_only={args[0]}.")
+        raise ConfigError(
+            f"tqdm({args[0]}, ...): the first argument is what to iterate. Use main_process_only={args[0]}."
+        )
     is_off = main_process_only and launched_as("LOCAL_RANK", 0) != 0
     return bar(*args, **{"disable": is_off, **kwargs})

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Accelerator",
+    "AutocastKwargs",
     "CSVTracker",
     "Callback",
     "CheckpointError",
@@ -20,18 +21,23 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
     "Duration",
     "EarlyStopping",
     "EndEpoch",
     "GarbageCollection",
+    "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "GradientMonitor",
     "GradientState",
+    "InitProcessGroupKwargs",
     "Interval",
     "JSONLTracker",
     "LearningRateMonitor",
     "LoopwrightError",
     "MLflowTracker",
+    "MemoryTracker",
     "MetricError",
     "MissingDependencyError",
     "ModelCheckpoint",
@@ -57,8 +63,11 @@ __all__ = [
     "TrackerError",
     "Trainer",
     "WandbTracker",
+    "find_executable_batch_size",
     "register_strategy",
+    "register_tracker",
     "set_seed",
+    "skip_first_batches",
 ]
 
 # Where each name is defined. The block for type checkers below says the same; a test compares them.
@@ -78,6 +87,7 @@ _NAMES_OF_MODULE = {
     "callbacks.timer": ("Timer",),
     "data.combined": ("CombinedLoader",),
     "data.configuration": ("DataLoaderConfiguration",),
+    "data.skip": ("skip_first_batches",),
     "distributed.errors": (
         "CheckpointError",
         "ConfigError",
@@ -89,9 +99,17 @@ _NAMES_OF_MODULE = {
         "TaskError",
         "TrackerError",
     ),
+    "distributed.kinds": ("DistributedType",),
+    "distributed.memory": ("find_executable_batch_size",),
     "distributed.process": ("ProcessState",),
     "distributed.random": ("set_seed",),
     "strategies.gradient_state": ("GradientAccumulationPlugin", "GradientState"),
+    "strategies.handlers": (
+        "AutocastKwargs",
+        "DistributedDataParallelKwargs",
+        "GradScalerKwargs",
+        "InitProcessGroupKwargs",
+    ),
     "strategies.outcome": ("StepOutcome",),
     "strategies.registry": ("register_strategy",),
     "strategies.single": ("SingleDeviceStrategy",),
@@ -100,6 +118,8 @@ _NAMES_OF_MODULE = {
     "trackers.jsonl": ("JSONLTracker",),
     "trackers.mlflow": ("MLflowTracker",),
     "trackers.tensorboard": ("TensorBoardTracker",),
+    "trackers.memory": ("MemoryTracker",),
+    "trackers.registry": ("register_tracker",),
     "trackers.tracker": ("Tracker",),
     "trackers.wandb": ("WandbTracker",),
     "trainer.accelerator": ("Accelerator",),
@@ -126,6 +146,7 @@ if TYPE_CHECKING:
     from .callbacks.timer import Timer
     from .data.combined import CombinedLoader
     from .data.configuration import DataLoaderConfiguration
+    from .data.skip import skip_first_batches
     from .distributed.errors import (
         CheckpointError,
         ConfigError,
@@ -137,16 +158,26 @@ if TYPE_CHECKING:
         TaskError,
         TrackerError,
     )
+    from .distributed.kinds import DistributedType
+    from .distributed.memory import find_executable_batch_size
     from .distributed.process import ProcessState
     from .distributed.random import set_seed
     from .strategies.gradient_state import GradientAccumulationPlugin, GradientState
+    from .strategies.handlers import (
+        AutocastKwargs,
+        DistributedDataParallelKwargs,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+    )
     from .strategies.outcome import StepOutcome
     from .strategies.registry import register_strategy
     from .strategies.single import SingleDeviceStrategy
     from .strategies.strategy import Strategy
     from .trackers.csv import CSVTracker
     from .trackers.jsonl import JSONLTracker
+    from .trackers.memory import MemoryTracker
     from .trackers.mlflow import MLflowTracker
+    from .trackers.registry import register_tracker
     from .trackers.tensorboard import TensorBoardTracker
     from .trackers.tracker import Tracker
     from .trackers.wandb import WandbTracker

@@ -34,7 +34,9 @@ class GatedOptimizer(Optimizer):
         self.outcome = StepOutcome.ACCUMULATED
         """What became of the newest call of `step`."""
         self.before_step: Callable[[Optimizer], bool] | None = None
-        """Called with the torch optimizer before each step that will be applied, its gradients unscaled. False drops it."""
+        """Called with the torch optimizer before each step that will be applied, its gradients unscaled; False drops
+        it.
+        """
         self._zero_grad_takes_none = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
 
     @property

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from ..data.configuration import DataLoaderConfiguration
 from ..data.loader import PreparedLoader
-from ..data.skip import skip_first_batches
 from ..distributed.errors import ConfigError
 from ..distributed.memory import release_memory
 from ..distributed.operations import gather_object
@@ -26,6 +25,7 @@ from ..strategies.registry import create_strategy
 from ..strategies.scheduler import GatedScheduler
 from ..strategies.strategy import Strategy
 from .arguments import read_accumulation, read_precision, read_process, read_project, read_rng_types, refuse_others
+from .loader_methods import LoaderMethods
 from .preparation import Preparation
 from .process_methods import ProcessMethods
 from .project import ProjectConfiguration
@@ -34,7 +34,7 @@ from .tracking_methods import LogWith, TrackingMethods
 from .unscaling import unscale, unscale_for
 
 
-class Accelerator(ProcessMethods, TrackingMethods, StateMethods):
+class Accelerator(ProcessMethods, LoaderMethods, TrackingMethods, StateMethods):
     """Prepares models, optimizers, loaders and schedulers, and carries out their steps.
 
     Names and meanings are those of Hugging Face Accelerate; `docs/from-accelerate.md` lists the differences. Where an
@@ -83,9 +83,9 @@ class Accelerator(ProcessMethods, TrackingMethods, StateMethods):
         refuse_others(others, Accelerator)
         plugin = read_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         ProcessMethods.__init__(self, read_process(cpu))
+        LoaderMethods.__init__(self, dataloader_config or DataLoaderConfiguration())
         TrackingMethods.__init__(self, log_with, read_project(project_dir, project_config), self.is_main_process)
         self.device_placement = device_placement
-        self.dataloader_config = dataloader_config or DataLoaderConfiguration()
         self.rng_types = read_rng_types(rng_types)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.gradient_state = GradientState(plugin)
@@ -139,10 +139,6 @@ class Accelerator(ProcessMethods, TrackingMethods, StateMethods):
     ) -> PreparedLoader:
         """Any iterable of batches as a loader of this process. `slice_fn_for_dispatch` has no effect in one process."""
         return self.preparation.loader(data_loader, device_placement)
-
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader like this one whose passes begin `num_batches` later; see `skip_first_batches`."""
-        return skip_first_batches(dataloader, num_batches)
 
     # Stepping.
 

@@ -72,6 +72,7 @@ def evaluate(run: Run, stage: Stage, data: EvaluationData) -> dict[str, float]:
         run.remember(metrics)
         shown = run.trainer.progress_metrics
         shown.update({name: value for name, value in metrics.items() if name in shown})
+    metrics.update(to_numbers(log.epoch_values()))  # what the end event logged
     run.remember(metrics)
     if metrics:
         run.record(metrics)
@@ -143,11 +144,12 @@ def batches_of(
         step = step_of(run, stage, data, suffix)
         index = -1
         for index, batch in enumerate(islice(loader, limit)):
-            log.samples = samples_of(run, batch)
+            log.samples, log.window = samples_of(run, batch), index
             yield step, batch, index
         check_length(loader, index + 1, limit)
         if index < 0:
             warnings.warn(f"the {stage.name} loader{suffix} gave no batch, so that it has no metrics.", stacklevel=2)
+    log.suffix = ""  # what the end event logs belongs to all of them
 
 
 def run_batch(run: Run, stage: Stage, step: Callable[..., Any], batch: Any, index: int) -> Any:

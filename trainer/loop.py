@@ -50,6 +50,7 @@ def fit(run: Run, training: Training) -> None:
                 validate(run, training)
             if training.last_values and training.logged_at != state.micro_step:
                 run.record(training.last_values)
+        record_late(run)
     except StopRun as stop:
         run.stop(str(stop) or "StopRun was raised")
 
@@ -62,6 +63,8 @@ def fit_epoch(run: Run, training: Training) -> None:
     training.loader.set_epoch(state.epoch)
     reader = read_windows(run, training)
     training.reader = reader
+    if not training.carried:
+        run.metrics.window = state.micro_step  # what `on_epoch_start` logs belongs to the first window
     try:
         with run.paired(Callback.on_epoch_start, Callback.on_epoch_end, lambda: (dict(run.trainer.metrics),)):
             try:
@@ -80,6 +83,7 @@ def fit_epoch(run: Run, training: Training) -> None:
                 drop_open_window(run, training)
                 run.stop(str(stop) or "StopRun was raised")
             close_epoch(run, training, reader)
+        record_late(run)
     except StopRun as stop:  # from the epoch's own events and its record
         run.stop(str(stop) or "StopRun was raised")
     finally:
@@ -109,6 +113,7 @@ def fit_batch(run: Run, training: Training, batch: Any) -> None:
     events, state, metrics = run.events, run.state, run.metrics
     index = state.batch
     outputs = loss = None
+    samples: int | AmbiguousBatchSizeError | None
     if training.moves:
         batch = training.loader.move(batch)
     try:
@@ -243,11 +248,17 @@ def close_epoch(run: Run, training: Training, reader: WindowReader) -> None:
     training.reader = None
     if training.log_schedule.is_due_at_end:
         training.last_values = run.metrics.step_values()
-    if values := run.metrics.epoch_values():
+    if values := run.metrics.epoch_values(keeps_window=training.carried > 0):
         run.record(values)
     if run.state.epoch_ended and training.is_automatic:
         for rate in training.epoch_schedulers:
             step_scheduler(run, rate, run.state.epoch + 1)
+
+
+def record_late(run: Run) -> None:
+    """Record what an end event logged, whose own record is out already."""
+    if values := run.metrics.late_values():
+        run.record(values)
 
 
 def step_scheduler(run: Run, rate: ScheduledRate, count: int) -> None:

@@ -22,7 +22,7 @@ _FOLD_EVERY = 256  # values of a metric that are held before they are folded int
 class Metric:
     """One logged name in one stage: the values of the newest window, and a running total over the epoch."""
 
-    __slots__ = ("entries", "held", "name", "on_epoch", "on_step", "options", "reduce", "source", "total", "weight")
+    __slots__ = ("entries", "kept", "name", "on_epoch", "on_step", "options", "reduce", "source", "total", "weight")
 
     def __init__(self, name: str, options: tuple[Any, ...], on_step: bool, on_epoch: bool, reduce: Reduce) -> None:
         self.name = name
@@ -32,6 +32,8 @@ class Metric:
         self.reduce = reduce
         self.source: Any = None
         """The torchmetrics object that computes the value itself."""
+        self.kept: list[tuple[int, Any, Any]] = []
+        """What a window that is carried over an epoch's end logged before it."""
         self.reset()
 
     def reset(self) -> None:
@@ -59,7 +61,7 @@ class Metric:
         """The value over one window, None where it was not logged there."""
         if self.source is not None:
             return getattr(self.source, "_forward_cache", None)
-        entries = [entry for entry in self.entries if entry[0] == window]
+        entries = [entry for entry in (*self.kept, *self.entries) if entry[0] == window]
         if not entries:
             return None
         total, weight = _reduce(entries, self.reduce)
@@ -298,14 +300,26 @@ class MetricLog:
                 )
         return found
 
-    def epoch_values(self) -> dict[str, Any]:
-        """The values over the epoch, on their devices; then begins anew."""
+    def epoch_values(self, *, keeps_window: bool = False) -> dict[str, Any]:
+        """The values over the epoch, on their devices; then begins anew.
+
+        Args:
+            keeps_window: the newest window goes on, so that its value will be over both parts of it.
+        """
         found: dict[str, Any] = {}
         for metric in self.metrics.values():
+            window = [*metric.kept, *metric.entries] if keeps_window else []
+            metric.kept = [entry for entry in window if entry[0] == self.window]
             if metric.on_epoch:
                 _enter(found, f"{metric.name}_epoch" if metric.on_step else metric.name, metric.epoch_value())
         self.reset()
         return found
+
+    def late_values(self) -> dict[str, Any]:
+        """What was logged after the record that it would have belonged to; then begins anew."""
+        if not any(metric.entries or metric.source is not None for metric in self.metrics.values()):
+            return {}
+        return self.step_values() | self.epoch_values()
 
     def reset(self) -> None:
         """Forget all values, as at the start of an epoch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -70,6 +71,8 @@ def configure(task: Task) -> Optimization:
         )
     for optimizer in found.optimizers:
         _check_parameters(optimizer, task)
+        if task.automatic_optimization:
+            _check_step(optimizer)
     return found
 
 
@@ -138,6 +141,17 @@ def _unusable(returned: Any, task: Task) -> TaskError:
         "optimizer, a pair "
         "(optimizer, scheduler), or a mapping {'optimizer': ..., 'lr_scheduler': ...}."
     )
+
+
+def _check_step(optimizer: Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        name = type(optimizer).__name__
+        raise TaskError(
+            f"{name}.step needs a closure that computes the loss again, which automatic optimization has not. Set "
+            "automatic_optimization = False and call self.trainer.optimizers[0].step(closure) in training_step, or "
+            "choose another optimizer."
+        )
 
 
 def _check_parameters(optimizer: Optimizer, task: Task) -> None:

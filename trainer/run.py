@@ -266,6 +266,6 @@ def refused(*kinds: type[ControlFlow]) -> Iterator[None]:
 def misplaced(error: ControlFlow) -> ConfigError:
     """The error that takes the place of control flow which nobody can serve."""
     return ConfigError(
-        f"{type(error).__name__} was raised where there is nothing to skip or end by it. Its docstring says where it may "
-        "be raised."
+        f"{type(error).__name__} was raised where there is nothing to skip or end by it. Its docstring says where it "
+        "may be raised."
     )

@@ -116,6 +116,8 @@ def prepare_training(run: Run, settings: Settings, train: Any, val: Any, *, plac
     )
     for optimizer in training.gated:
         optimizer.before_step = partial(_announce_step, run)
+    # A task in manual mode clips by `self.trainer.accelerator`, which unscales the optimizers that it knows.
+    run.trainer.accelerator.preparation.optimizers[:] = training.gated
     return training
 
 

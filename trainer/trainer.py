@@ -63,7 +63,8 @@ class Trainer(RunReadings):
         overfit_batches: train on the same first batches in every epoch, and validate on them.
         fast_dev_run: try everything with one batch (or so many) of each stage; no tracker, no file.
         callbacks: they run in the order that they declare, and else as given.
-        trackers: where metrics go: a word, an object, a mapping with `"name"` and options, or a list of these; False: nowhere.
+        trackers: where metrics go: a word, an object, a mapping with `"name"` and options, or a list of these; False
+            for none.
         progress: show a progress bar.
         log_every: when values of steps become a record; a bare number counts optimizer steps.
         seed: seeds Python, NumPy and torch, here and again when a run begins.

@@ -142,7 +142,13 @@ def test_what_the_wrapped_loader_says() -> None:
     assert (loader.collate_fn, loader.generator, loader.dataset) == (list, generator, inner.dataset)
     assert (loader.sampler, loader.batch_sampler) == (inner.sampler, inner.batch_sampler)
     plain = PreparedLoader([1, 2])
-    assert (plain.batch_size, plain.sampler, plain.collate_fn, plain.num_workers, len(plain)) == (None, None, None, 0, 2)
+    assert (plain.batch_size, plain.sampler, plain.collate_fn, plain.num_workers, len(plain)) == (
+        None,
+        None,
+        None,
+        0,
+        2,
+    )
 
 
 def test_batches_go_to_the_device() -> None:

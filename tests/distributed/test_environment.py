@@ -100,8 +100,19 @@ def test_patched_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("5MB", 5_000_000), ("5MiB", 5_242_880), ("1.5GB", 1_500_000_000), ("5Mb", 625_000), ("10KiB", 10_240)]
-    + [("5mb", 5_000_000), ("900B", 900), (" 3 GB ", 3_000_000_000), ("17", 17), (12, 12), (0, 0)],
+    [
+        ("5MB", 5_000_000),
+        ("5MiB", 5_242_880),
+        ("1.5GB", 1_500_000_000),
+        ("5Mb", 625_000),
+        ("10KiB", 10_240),
+        ("5mb", 5_000_000),
+        ("900B", 900),
+        (" 3 GB ", 3_000_000_000),
+        ("17", 17),
+        (12, 12),
+        (0, 0),
+    ],
 )
 def test_f48_sizes(text: int | str, size: int) -> None:
     assert convert_file_size_to_int(text) == size

@@ -45,7 +45,9 @@ def test_f35_reduce_gives_new_tensors(reduction: str) -> None:
 
 
 def test_f35_an_unknown_reduction_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"reduction='meen'\) is unknown\. Did you mean 'mean'\? Accepted: mean, none, sum"):
+    with pytest.raises(
+        ConfigError, match=r"reduction='meen'\) is unknown\. Did you mean 'mean'\? Accepted: mean, none, sum"
+    ):
         reduce(torch.ones(1), "meen")
 
 

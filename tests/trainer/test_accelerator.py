@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -96,9 +97,8 @@ def test_f26_the_environment_counts_where_no_argument_was_given(monkeypatch: pyt
 )
 def test_bad_variables_are_named(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str) -> None:
     monkeypatch.setenv(f"ACCELERATE_{variable}", value)
-    with pytest.raises(ConfigError) as caught:  # noqa: PT011, the message is compared below
+    with pytest.raises(ConfigError, match=re.escape(message)):
         Accelerator()
-    assert message in str(caught.value)
 
 
 # prepare
@@ -192,7 +192,11 @@ def test_optimizer_state_follows_the_parameters(placement: bool) -> None:
     ("method", "wrong", "message"),
     [
         ("prepare_model", [1], r"prepare_model got a list\. Expected a torch\.nn\.Module\."),
-        ("prepare_optimizer", nn.Linear(1, 1), r"prepare_optimizer got a Linear\. Expected a torch\.optim\.Optimizer\."),
+        (
+            "prepare_optimizer",
+            nn.Linear(1, 1),
+            r"prepare_optimizer got a Linear\. Expected a torch\.optim\.Optimizer\.",
+        ),
         ("prepare_scheduler", "cosine", r"prepare_scheduler got a str\. Expected an object with step\(\)\."),
         ("prepare_data_loader", 3, r"prepare_data_loader got a int\. Expected an iterable of batches\."),
     ],
@@ -232,6 +236,16 @@ def test_shuffling_is_seedable_unless_it_is_not_wanted() -> None:
     shuffled = DataLoader(list(range(6)), shuffle=True)
     kept = shuffled.sampler
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(data_seed=42))
+    assert (accelerator.use_seedable_sampler, accelerator.even_batches, accelerator.split_batches) == (
+        True,
+        True,
+        False,
+    )
+    assert (accelerator.dispatch_batches, accelerator.non_blocking, accelerator.use_stateful_dataloader) == (
+        None,
+        False,
+        False,
+    )
     loader = accelerator.prepare(shuffled)
     assert [int(batch) for batch in loader] == [0, 3, 2, 4, 1, 5]  # F18
     assert [int(batch) for batch in loader] == [4, 0, 5, 1, 2, 3]
@@ -375,7 +389,7 @@ def test_a_copy_of_what_holds_an_accelerator_holds_the_same() -> None:
 
 
 def test_prepared_optimizers_can_be_pickled() -> None:
-    model, optimizer = Accelerator(gradient_accumulation_steps=2).prepare(*parts(1)[:2])
+    _, optimizer = Accelerator(gradient_accumulation_steps=2).prepare(*parts(1)[:2])
     again = pickle.loads(pickle.dumps(optimizer))
     assert (again.param_groups[0]["lr"], again._is_accelerate_prepared, again.step_was_skipped) == (1.0, True, False)
 

@@ -113,7 +113,8 @@ def test_a_forward_of_the_instance_itself_is_used_and_put_back() -> None:
 def test_b116_a_copy_runs_its_own_weights(duplicate: Any) -> None:
     """Also in the middle of an fp16 step, when the scaler itself can't be copied."""
     accelerator = Accelerator(mixed_precision="fp16")
-    model, optimizer = accelerator.prepare(model := Probe(), torch.optim.SGD(model.parameters(), lr=0.1))
+    model = Probe()
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     accelerator.backward(model(torch.ones(1, 2))["hidden"].sum())
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
     twin = duplicate(model)

@@ -257,7 +257,9 @@ def test_scaled_gradients_can_not_be_clipped_inside_a_window() -> None:
     model, _ = accelerator.prepare(*parts(1)[:2])
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(1)).mean())
-        with pytest.raises(ConfigError, match=r"can't be unscaled or clipped .* Do it inside `if accelerator\.sync_gra"):
+        with pytest.raises(
+            ConfigError, match=r"can't be unscaled or clipped .* Do it inside `if accelerator\.sync_gra"
+        ):
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
 
 

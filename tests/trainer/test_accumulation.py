@@ -89,9 +89,7 @@ class TestRemainder:
 
     def test_carry_goes_on_in_the_next_epoch(self) -> None:
         # (1+2)/2, (3+6)/2, (10+1)/2, (2+3)/2, (6+10)/2.
-        weights = steps(
-            Scalar(), batches(1, 2, 3, 6, 10), accumulate=2, max_epochs=2, accumulate_across_epochs="carry"
-        )
+        weights = steps(Scalar(), batches(1, 2, 3, 6, 10), accumulate=2, max_epochs=2, accumulate_across_epochs="carry")
         assert weights == [-1.5, -6, -11.5, -14, -22]
 
     def test_carry_flushes_at_the_end_of_the_run_over_its_real_size(self) -> None:
@@ -232,6 +230,26 @@ def test_exact_weights_equal_a_bare_loop() -> None:
         optimizer.zero_grad()
     for a, b in zip(task.parameters(), bare.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_exact_weights_of_sparse_gradients(precision: str) -> None:
+    class Sparse(Task):
+        def __init__(self, is_sparse: bool) -> None:
+            super().__init__()
+            self.table, self.line = nn.Embedding(4, 2, sparse=is_sparse), nn.Linear(2, 1)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return self.line(self.table(batch)).float().sum(), batch.numel()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    dense, sparse = Sparse(False), Sparse(True)
+    sparse.load_state_dict(dense.state_dict())
+    for task in (dense, sparse):
+        fit(task, [torch.tensor([0, 1]), torch.tensor([1, 2, 3])], accumulate=2, precision=precision)
+    torch.testing.assert_close(sparse.table.weight, dense.table.weight)
 
 
 class Some(Scalar):

@@ -200,7 +200,9 @@ class TestEmpty:
 
     @pytest.mark.parametrize("make", [list, lambda: DataLoader([]), lambda: CombinedLoader([[], ones(1)])])
     def test_a_length_of_0(self, make: Any) -> None:
-        with pytest.raises(DataError, match=r"the training loader \(\w+\) has no batch: its length is 0. Check its dataset"):
+        with pytest.raises(
+            DataError, match=r"the training loader \(\w+\) has no batch: its length is 0. Check its dataset"
+        ):
             fit(Scalar(), make())
 
     def test_drop_last_that_leaves_nothing(self) -> None:
@@ -210,13 +212,13 @@ class TestEmpty:
     @pytest.mark.parametrize("make", [lambda: DataLoader(TestEmpty.Nothing()), lambda: iter(()), lambda: Again()])
     def test_a_stream_of_nothing(self, make: Any) -> None:
         recorder = Recorder()
-        with pytest.raises(DataError, match="the training loader gave no batch. Check its dataset, its sampler"):
+        with pytest.raises(DataError, match=r"the training loader gave no batch. Check its dataset, its sampler"):
             fit(Scalar(), make(), callbacks=recorder)
         assert recorder.log == ["setup", "fit_start", "epoch_start", "exception", "epoch_end", "fit_end", "teardown"]
 
     @pytest.mark.parametrize("limit", [0, 0.0, 0.1])
     def test_a_limit_that_leaves_nothing(self, limit: Any) -> None:
-        with pytest.raises(DataError, match="limit_batches leaves no training batch. Give at least one"):
+        with pytest.raises(DataError, match=r"limit_batches leaves no training batch. Give at least one"):
             fit(Scalar(), ones(5), limit_batches={"train": limit})
 
     @pytest.mark.parametrize("val", [[], DataLoader([]), DataLoader(Nothing())], ids=["list", "loader", "stream"])
@@ -232,7 +234,9 @@ class TestEmpty:
 class TestWrong:
     @pytest.mark.parametrize("data", [3, "data", b"data", object()], ids=repr)
     def test_what_can_not_be_iterated(self, data: Any) -> None:
-        with pytest.raises(DataError, match=r"the training data is a \w+, which can't be iterated. Expected an iterable"):
+        with pytest.raises(
+            DataError, match=r"the training data is a \w+, which can't be iterated. Expected an iterable"
+        ):
             fit(Scalar(), data)
         with pytest.raises(DataError, match=r"the val data is a \w+, which can't be iterated"):
             fit(Scalar(), ones(1), data)
@@ -242,7 +246,9 @@ class TestWrong:
             fit(Scalar())
 
     @pytest.mark.parametrize(
-        "options", [{"max_epochs": 1.5}, {"log_every": "0.5 epoch"}, {"limit_batches": 0.5}], ids=["epochs", "log", "limit"]
+        "options",
+        [{"max_epochs": 1.5}, {"log_every": "0.5 epoch"}, {"limit_batches": 0.5}],
+        ids=["epochs", "log", "limit"],
     )
     def test_a_loader_without_a_length_where_one_is_needed(self, options: Any) -> None:
         with pytest.raises(DataError, match=r"(?s)(max_epochs=1.5|log_every='0.5 epochs'|limit_batches=0.5).*length"):
@@ -252,7 +258,9 @@ class TestWrong:
         class Bare(Scalar):
             validation_step = Task.validation_step
 
-        with pytest.raises(TypeError, match=r"there is validation data, but Bare has no validation_step. Override it, or"):
+        with pytest.raises(
+            TypeError, match=r"there is validation data, but Bare has no validation_step. Override it, or"
+        ):
             fit(Bare(), ones(1), ones(1))
 
 

@@ -36,13 +36,19 @@ LOSSES: dict[str, tuple[Any, str]] = {
     "a sum that is none": (lambda w: (w * torch.ones(2), 2), r"returned a loss of shape \(2,\)"),
     "detached": (lambda w: w.detach(), r"returned a loss without a gradient. Compute it from the task's parameters"),
     "a constant": (lambda w: torch.tensor(1.0), r"returned a loss without a gradient.*are all parameters frozen"),
-    "a number": (lambda w: 3.0, r"training_step returned a float. Expected a scalar loss, a mapping with 'loss', a pair"),
+    "a number": (
+        lambda w: 3.0,
+        r"training_step returned a float. Expected a scalar loss, a mapping with 'loss', a pair",
+    ),
     "a list": (lambda w: [w], r"training_step returned a list"),
     "a triple": (lambda w: (w, 1, 2), r"training_step returned a tuple"),
     "a word": (lambda w: "loss", r"training_step returned a str"),
     "a mapping without loss": (lambda w: {"los": w}, r"returned a mapping without 'loss'; it has \['los'\]"),
     "an empty mapping": (lambda w: {}, r"returned a mapping without 'loss'; it has \[\]"),
-    "a pair of numbers": (lambda w: (3.0, 2), r"returned \(float, ...\). Expected \(loss_sum, count\), the first a tensor"),
+    "a pair of numbers": (
+        lambda w: (3.0, 2),
+        r"returned \(float, ...\). Expected \(loss_sum, count\), the first a tensor",
+    ),
 }
 
 
@@ -100,8 +106,14 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "devices": ({"devices": 4}, r"devices=4. This version trains on one device: leave it out, or give 'auto' or 1"),
     "devices bool": ({"devices": True}, r"devices=True. This version"),
     "nodes": ({"num_nodes": 2}, r"num_nodes=2. This version trains on one machine"),
-    "callback": ({"callbacks": ["EarlyStopping"]}, r"callbacks holds 'EarlyStopping', which is no Callback. Pass objects"),
-    "callback class": ({"callbacks": [EarlyStopping]}, r"callbacks holds <class .*EarlyStopping'>, which is no Callback"),
+    "callback": (
+        {"callbacks": ["EarlyStopping"]},
+        r"callbacks holds 'EarlyStopping', which is no Callback. Pass objects",
+    ),
+    "callback class": (
+        {"callbacks": [EarlyStopping]},
+        r"callbacks holds <class .*EarlyStopping'>, which is no Callback",
+    ),
     "name": ({"name": "a/b"}, r"name='a/b'. Expected the name of one folder, below project_dir"),
     "empty name": ({"name": ""}, r"name=''. Expected the name of one folder"),
     "dots": ({"name": ".."}, r"name='..'. Expected the name of one folder"),

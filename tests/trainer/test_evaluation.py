@@ -145,7 +145,9 @@ class TestPredict:
     def test_a_writer_takes_them(self) -> None:
         seen: list[tuple[float, float, int]] = []
         found = trainer().predict(
-            Scalar(), batches(1, 2), writer=lambda outputs, batch, index: seen.append((outputs.item(), batch.item(), index))
+            Scalar(),
+            batches(1, 2),
+            writer=lambda outputs, batch, index: seen.append((outputs.item(), batch.item(), index)),
         )
         assert found == []
         assert seen == [(2, 1, 0), (4, 2, 1)]

@@ -211,13 +211,15 @@ def balanced(recorder: Recorder) -> None:
 
 
 IN_FIT = [
-    "setup", "fit_start", "epoch_start", "batch_start", "before_backward", "backward", "before_step", "step", "batch_end",
-    "validation_start", "validation_batch_start", "validation_batch_end", "validation_end", "log", "epoch_end", "fit_end",
-    "teardown",
+    "setup", "fit_start", "epoch_start", "batch_start", "before_backward", "backward", "before_step", "step",
+    "batch_end", "validation_start", "validation_batch_start", "validation_batch_end", "validation_end", "log",
+    "epoch_end", "fit_end", "teardown",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("error", [ValueError("broken"), StopIteration("broken"), KeyboardInterrupt("broken")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [ValueError("broken"), StopIteration("broken"), KeyboardInterrupt("broken")], ids=repr
+)
 @pytest.mark.parametrize("event", IN_FIT)
 def test_an_exception_in_any_event(event: str, error: BaseException) -> None:
     first, last = Recorder(), Recorder()
@@ -257,7 +259,9 @@ class FailsIn(Scalar):
         self.__dict__[method] = fail
 
 
-@pytest.mark.parametrize("error", [ValueError("broken"), StopIteration("broken"), KeyboardInterrupt("broken")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [ValueError("broken"), StopIteration("broken"), KeyboardInterrupt("broken")], ids=repr
+)
 @pytest.mark.parametrize("method", ["training_step", "validation_step"])
 def test_an_exception_in_the_task(method: str, error: BaseException) -> None:
     recorder, memory = Recorder(), MemoryTracker()
@@ -325,6 +329,18 @@ def test_an_exception_elsewhere(place: str) -> None:
             found.fit(task, {"data": Stream(), "train_dataloader": None}.get(place, ones(2)))
     balanced(recorder)
     assert recorder.count("exception") == recorder.count("teardown") == 1
+
+
+def test_an_exception_in_the_record_of_an_epoch() -> None:
+    def fail(trainer: Any, task: Any, metrics: dict[str, float], step: int) -> None:
+        if "loss_epoch" in metrics:
+            raise ValueError("broken")
+
+    recorder = Recorder()
+    with pytest.raises(ValueError, match="broken"):
+        fit(Logged(), ones(2), callbacks=[recorder, Watch(log=fail)])
+    assert recorder.log[-4:] == ["exception", "epoch_end", "fit_end", "teardown"]
+    balanced(recorder)
 
 
 def test_two_callbacks_fail() -> None:
@@ -455,7 +471,14 @@ class TestSkipBatch:
 class TestEndEpoch:
     @pytest.mark.parametrize(
         ("event", "steps"),
-        [("batch_start", 1), ("before_backward", 1), ("backward", 1), ("before_step", 1), ("step", 2), ("batch_end", 2)],
+        [
+            ("batch_start", 1),
+            ("before_backward", 1),
+            ("backward", 1),
+            ("before_step", 1),
+            ("step", 2),
+            ("batch_end", 2),
+        ],
     )
     def test_the_next_epoch_follows(self, event: str, steps: int) -> None:
         recorder, task = Recorder(), Scalar()

@@ -134,14 +134,19 @@ class TestLimits:
         assert (state.step, state.skipped_steps, state.micro_step) == (2, 2, 4)
 
     def test_without_one(self) -> None:
-        with pytest.raises(ConfigError, match="fit has no end: none of max_epochs, max_steps, max_time and fast_dev_run"):
+        with pytest.raises(
+            ConfigError, match="fit has no end: none of max_epochs, max_steps, max_time and fast_dev_run"
+        ):
             Trainer(trackers=False, progress=False).fit(Scalar(), ones(1))
 
     @pytest.mark.parametrize(
         ("limits", "message"),
         [
             ({"max_epochs": "3 steps"}, r"max_epochs='3 steps' counts steps. Expected one of: epochs"),
-            ({"max_steps": "2 epochs"}, r"max_steps='2 epochs' counts epochs. Expected one of: steps, batches, samples"),
+            (
+                {"max_steps": "2 epochs"},
+                r"max_steps='2 epochs' counts epochs. Expected one of: steps, batches, samples",
+            ),
             ({"max_time": "3 steps"}, r"max_time='3 steps' counts steps. Expected one of: seconds"),
             ({"max_steps": 0}, r"max_steps=0: a duration of 0 steps is empty or endless"),
             ({"max_steps": -1}, r"max_steps=-1.*Expected a number above 0"),
@@ -275,7 +280,7 @@ class TestReuse:
         found = trainer()
         inner = Watch(batch_end=lambda trainer, task, outputs: found.validate(task, ones(1)))
         found = trainer(callbacks=inner)
-        with pytest.raises(ConfigError, match="this Trainer is running train of Scalar already. Use another Trainer"):
+        with pytest.raises(ConfigError, match=r"this Trainer is running train of Scalar already. Use another Trainer"):
             found.fit(Scalar(), ones(2))
 
     def test_another_trainer_inside(self) -> None:
@@ -355,7 +360,8 @@ class TestLimitBatches:
         ("limit", "expected"),
         [
             (None, (10, 8)), (3, (3, 3)), (0.5, (5, 4)), (1.0, (10, 8)), (1, (1, 1)), (99, (10, 8)),
-            ({"train": 2}, (2, 8)), ({"val": 2}, (10, 2)), ({"train": 0.25, "val": 0.25}, (2, 2)), ({"val": 0}, (10, 0)),
+            ({"train": 2}, (2, 8)), ({"val": 2}, (10, 2)), ({"train": 0.25, "val": 0.25}, (2, 2)),
+            ({"val": 0}, (10, 0)),
         ],
     )  # fmt: skip
     def test_in_fit(self, limit: Any, expected: tuple[int, int]) -> None:
@@ -364,7 +370,9 @@ class TestLimitBatches:
     def test_an_epoch_is_as_long_as_the_limit_says(self) -> None:
         seen: list[int] = []
         watch = Watch(validation_end=lambda trainer, task, metrics: seen.append(trainer.state.step))
-        found = fit(Scalar(), ones(10), ones(1), limit_batches={"train": 4}, accumulate=3, max_epochs=2, callbacks=watch)
+        found = fit(
+            Scalar(), ones(10), ones(1), limit_batches={"train": 4}, accumulate=3, max_epochs=2, callbacks=watch
+        )
         assert seen == [2, 4]  # windows of 3 and 1
         assert found.state.batches_per_epoch == 4
 
@@ -550,7 +558,9 @@ class TestTask:
         assert seen == expected
 
     @pytest.mark.parametrize(
-        "step", [lambda: 1, lambda batch, batch_idx, more: 1, lambda batch, *, needed: 1], ids=["none", "three", "keyword"]
+        "step",
+        [lambda: 1, lambda batch, batch_idx, more: 1, lambda batch, *, needed: 1],
+        ids=["none", "three", "keyword"],
     )
     def test_how_a_step_may_not_be_declared(self, step: Any) -> None:
         task = Scalar()
@@ -618,6 +628,26 @@ class TestTask:
         assert Task().device == torch.device("cpu")
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # in torch's own compiler
+def test_compiled_modules_keep_their_names_and_are_compiled_once() -> None:
+    class Net(Scalar):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(1, 1)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.net(batch).mean()
+
+    task, compiled = Net(), []
+    with torch.compiler.set_stance("force_eager"):  # compiling itself is torch's business
+        for _ in range(2):
+            fit(task, [torch.ones(2, 1)], compile=True)
+            compiled.append(task.net._compiled_call_impl)
+    assert compiled[0] is not None
+    assert compiled[0] is compiled[1]
+    assert list(task.state_dict()) == ["w", "net.weight", "net.bias"]
+
+
 def test_frames_and_files_between_fit_and_the_task() -> None:
     frames: list[inspect.FrameInfo] = []
 
@@ -668,7 +698,13 @@ def test_validation_batches_are_known_while_it_runs() -> None:
         def __iter__(self) -> Any:
             return iter(ones(4))
 
-    for val, limit in [(ones(3), None), (ones(3), 2), ({"a": ones(3), "b": ones(4)}, None), (Stream(), None), (None, 1)]:
+    for val, limit in [
+        (ones(3), None),
+        (ones(3), 2),
+        ({"a": ones(3), "b": ones(4)}, None),
+        (Stream(), None),
+        (None, 1),
+    ]:
         fit(Scalar(), ones(2), val, callbacks=Watch(fit_start=look), limit_batches={"val": limit} if limit else None)
     fit(Scalar(), ones(2), Stream(), callbacks=Watch(fit_start=look), limit_batches={"val": 2})
     assert seen == [3, 2, 7, None, None, 2]

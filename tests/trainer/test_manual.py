@@ -318,10 +318,28 @@ class TestPrecision:
         fit(task, batches(8), precision="fp16", callbacks=watch)
         assert task.a.item() == pytest.approx(-0.5)
 
+    def test_clipping_by_the_accelerator_unscales_first(self) -> None:
+        norms: list[float] = []
+
+        class Clips(Two):
+            def training_step(self, batch: Tensor, batch_idx: int) -> None:
+                first, _ = self.optimizers()
+                self.manual_backward((self.a * batch).mean())
+                norms.append(self.trainer.accelerator.clip_grad_norm_([self.a], 0.5).item())
+                first.step()
+                first.zero_grad()
+
+        task = Clips()
+        fit(task, batches(8), precision="fp16")
+        assert norms == [8]
+        assert task.a.item() == pytest.approx(-0.5)
+
 
 @pytest.mark.parametrize(("option", "value"), [("accumulate", 2), ("clip_norm", 1.0), ("clip_value", 1.0)])
 def test_settings_that_would_have_no_effect(option: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"{option}={value} has no effect in manual optimization. Do it in training_step"):
+    with pytest.raises(
+        ConfigError, match=rf"{option}={value} has no effect in manual optimization. Do it in training_step"
+    ):
         fit(Two(), ones(4), **{option: value})
 
 

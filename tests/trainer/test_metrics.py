@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from loopwright.distributed.errors import DataError, MetricError
 from loopwright.trainer.metrics import MetricLog
 from loopwright.trainer.task import Task
 
-from .tiny import Loss, Scalar, Watch, batches, fit, ones, tracked, trainer
+from .tiny import Loss, Scalar, Watch, batches, count_calls, fit, ones, tracked, trainer
 
 
 class Logs(Scalar):
@@ -63,7 +62,10 @@ class TestRecords:
     def test_the_epoch_alone(self) -> None:
         logs = Logs(lambda log, batch, index: log("a", batch.mean(), on_step=False, on_epoch=True))
         records = tracked(logs, batches(1, 2, 6), log_every=1, max_epochs=2)
-        assert [record for record in records if "a" in record[1]] == [(3, {"a": 3, "epoch": 1}), (6, {"a": 3, "epoch": 2})]
+        assert [record for record in records if "a" in record[1]] == [
+            (3, {"a": 3, "epoch": 1}),
+            (6, {"a": 3, "epoch": 2}),
+        ]
 
     def test_neither(self) -> None:
         logs = Logs(lambda log, batch, index: log("a", batch.mean(), on_step=False))
@@ -71,7 +73,9 @@ class TestRecords:
 
     def test_a_step_record_is_that_of_the_newest_window(self) -> None:
         # Windows (1, 2), (3, 6); each record its own mean, weighted by samples.
-        records = tracked(Logs(lambda log, batch, index: log("a", batch.mean())), batches(1, 2, 3, 6), accumulate=2, log_every=1)
+        records = tracked(
+            Logs(lambda log, batch, index: log("a", batch.mean())), batches(1, 2, 3, 6), accumulate=2, log_every=1
+        )
         assert [(step, metrics["a"]) for step, metrics in records] == [(1, 1.5), (2, 4.5)]
 
     def test_a_window_without_the_metric_has_none(self) -> None:
@@ -114,7 +118,9 @@ class TestRecords:
         assert found.metrics == {"a_step": 6, "a_epoch": 3, "a": 4, "epoch": 1}
 
     def test_what_is_for_the_progress_bar(self) -> None:
-        found = fit(Logs(lambda log, batch, index: [log("a", batch.mean(), progress_bar=True), log("b", 1)]), batches(1, 2))
+        found = fit(
+            Logs(lambda log, batch, index: [log("a", batch.mean(), progress_bar=True), log("b", 1)]), batches(1, 2)
+        )
         assert {name: float(value) for name, value in found.progress_metrics.items()} == {"a": 2}
 
     def test_a_callback_logs(self) -> None:
@@ -128,6 +134,46 @@ class TestRecords:
         assert tracked(Scalar(), ones(2), ones(3), log_every=1, callbacks=Adds()) == [
             (1, {"step": 1, "epoch": 0.5}), (2, {"step": 2, "epoch": 1}), (2, {"val": 1, "seen": 3, "epoch": 1}),
         ]  # fmt: skip
+
+    def test_a_callback_logs_at_starts_and_ends(self) -> None:
+        class Adds(Callback):
+            def on_fit_start(self, trainer: Any, task: Any) -> None:
+                trainer.log("fit", 1)
+
+            def on_epoch_start(self, trainer: Any, task: Any) -> None:
+                trainer.log("start", trainer.state.epoch)
+
+            def on_validation_end(self, trainer: Any, task: Any, metrics: dict[str, float]) -> None:
+                trainer.log("checked", metrics["val"] + 1)
+
+            def on_epoch_end(self, trainer: Any, task: Any, metrics: dict[str, float]) -> None:
+                trainer.log("end", trainer.state.epoch)
+                task.log("mean", 5, on_step=False, on_epoch=True)
+
+            def on_fit_end(self, trainer: Any, task: Any) -> None:
+                trainer.log("done", 1)
+
+        assert tracked(Scalar(), ones(2), ones(3), log_every=1, max_epochs=2, callbacks=Adds()) == [
+            (1, {"fit": 1, "start": 0, "epoch": 0.5}), (2, {"epoch": 1}),
+            (2, {"val": 1, "checked": 2, "epoch": 1}), (2, {"end": 0, "mean": 5, "epoch": 1}),
+            (3, {"start": 1, "epoch": 1.5}), (4, {"epoch": 2}),
+            (4, {"val": 1, "checked": 2, "epoch": 2}), (4, {"end": 1, "mean": 5, "epoch": 2}),
+            (4, {"done": 1, "epoch": 2}),
+        ]  # fmt: skip
+
+    def test_what_is_logged_at_the_end_of_several_loaders_has_no_ending(self) -> None:
+        add = Watch(validation_end=lambda trainer, task, metrics: trainer.log("all", 7))
+        found = trainer(callbacks=add).validate(Scalar(), {"a": batches(1), "b": batches(2)})
+        assert found == {"val/a": 1, "val/b": 2, "all": 7}
+
+    def test_a_window_that_is_carried_over_an_epochs_end(self) -> None:
+        logs = Logs(lambda log, batch, index: log("a", batch.mean(), on_epoch=True))
+        records = tracked(
+            logs, batches(1, 2, 6), accumulate=2, accumulate_across_epochs="carry", max_epochs=2, log_every=1
+        )
+        # Windows (1, 2), (6, 1), (2, 6).
+        assert [m["a_step"] for step, m in records if "a_step" in m] == [1.5, 3.5, 4]
+        assert [m["a_epoch"] for step, m in records if "a_epoch" in m] == [3, 3]
 
     def test_log_dict(self) -> None:
         class Dict(Scalar):
@@ -211,17 +257,19 @@ class no_warning:  # noqa: N801
 
 
 class TestAmbiguousSizes:
-    DATA = [{"context": torch.ones(7), "x": torch.tensor(values)} for values in ([0.0, 1.0], [2.0, 3.0], [4.0])]
+    DATA: ClassVar[Any] = [
+        {"context": torch.ones(7), "x": torch.tensor(values)} for values in ([0.0, 1.0], [2.0, 3.0], [4.0])
+    ]
 
     def test_a_mean_over_an_epoch_asks_for_the_weight(self) -> None:
-        message = r"log\('a'\): the batch's number of samples can't be told: batch\['context'\] has 7, batch\['x'\] has 2"
+        message = (
+            r"log\('a'\): the batch's number of samples can't be told: batch\['context'\] has 7, batch\['x'\] has 2"
+        )
         with pytest.raises(MetricError, match=message):
             epoch_of(lambda log, batch, index: log("a", batch["x"].mean()), self.DATA)
 
     def test_given_it_is_exact(self) -> None:
-        found = epoch_of(
-            lambda log, batch, index: log("a", batch["x"].mean(), batch_size=len(batch["x"])), self.DATA
-        )
+        found = epoch_of(lambda log, batch, index: log("a", batch["x"].mean(), batch_size=len(batch["x"])), self.DATA)
         assert found == {"a": 2}
 
     def test_or_counted_by_the_task(self) -> None:
@@ -239,7 +287,9 @@ class TestAmbiguousSizes:
             assert epoch_of(function, self.DATA) == {"a": value}
 
     def test_training_goes_on_with_one_warning(self) -> None:
-        with pytest.warns(UserWarning, match=r"state.samples does not count such batches: .*Task.count_samples") as caught:
+        with pytest.warns(
+            UserWarning, match=r"state.samples does not count such batches: .*Task.count_samples"
+        ) as caught:
             found = fit(Logs(lambda log, batch, index: log("a", batch["x"].mean())), self.DATA, log_every=1)
         assert len(caught) == 1
         assert (found.state.step, found.state.samples, found.metrics["a"]) == (3, 0, 4)
@@ -278,7 +328,9 @@ class TestExactness:
     BIG = 2**24 + 1  # not a float32
 
     @pytest.mark.parametrize(
-        "kind", [int, torch.tensor, np.int64, lambda v: torch.tensor(v, dtype=torch.int32)], ids=["int", "int64", "np", "int32"]
+        "kind",
+        [int, torch.tensor, np.int64, lambda v: torch.tensor(v, dtype=torch.int32)],
+        ids=["int", "int64", "np", "int32"],
     )
     @pytest.mark.parametrize(("reduce", "expected"), [("sum", 3 * BIG), ("max", BIG), ("min", BIG), ("mean", BIG)])
     def test_above_2_to_the_24(self, reduce: str, expected: int, kind: Any) -> None:
@@ -359,7 +411,9 @@ class TestValues:
 
     def test_options_that_differ(self) -> None:
         logs = Logs(lambda log, batch, index: log("a", 1, on_epoch=bool(index)))
-        with pytest.raises(MetricError, match=r"log\('a'\) with on_step=None, on_epoch=True, reduce='mean', but earlier"):
+        with pytest.raises(
+            MetricError, match=r"log\('a'\) with on_step=None, on_epoch=True, reduce='mean', but earlier"
+        ):
             fit(logs, ones(2))
 
     def test_the_same_name_in_training_and_validation_is_free(self) -> None:
@@ -469,7 +523,8 @@ class TestTorchmetrics:
                 return super().training_step(batch, batch_idx)
 
         assert tracked(Several(), batches(1, 3), log_every=2) == [
-            (2, {"p_step/sum": 3, "p_step/half": 1.5, "epoch": 1}), (2, {"p_epoch/sum": 4, "p_epoch/half": 2, "epoch": 1}),
+            (2, {"p_step/sum": 3, "p_step/half": 1.5, "epoch": 1}),
+            (2, {"p_epoch/sum": 4, "p_epoch/half": 2, "epoch": 1}),
         ]  # fmt: skip
 
     def test_one_that_is_not_logged_in_every_epoch(self) -> None:
@@ -491,7 +546,17 @@ class TestCost:
         class Counts(TorchFunctionMode):
             def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 name = getattr(func, "__name__", str(func))
-                if name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy", "cpu", "__format__"):
+                if name in (
+                    "item",
+                    "tolist",
+                    "__bool__",
+                    "__float__",
+                    "__int__",
+                    "__index__",
+                    "numpy",
+                    "cpu",
+                    "__format__",
+                ):
                     seen.append(name)
                 return func(*args, **(kwargs or {}))
 
@@ -551,31 +616,6 @@ class TestCost:
         assert count_calls(Scalar(), callbacks=[Steps()]) - bare <= 2
         ten = count_calls(Scalar(), callbacks=[Steps() for _ in range(10)])
         assert ten - bare <= 11
-
-
-def count_calls(task: Task, **options: Any) -> float:
-    """Python calls per step, from the 100th to the 300th, exact."""
-    counted = 0
-
-    def hook(frame: Any, event: str, argument: Any) -> None:
-        nonlocal counted
-        counted += event == "call"
-
-    original = task.training_step
-
-    def training_step(batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 100:
-            sys.setprofile(hook)
-        elif batch_idx == 300:
-            sys.setprofile(None)
-        return original(batch, batch_idx)
-
-    task.__dict__["training_step"] = training_step
-    try:
-        fit(task, ones(310), log_every="1000 steps", **options)
-    finally:
-        sys.setprofile(None)
-    return counted / 200
 
 
 def test_a_log_alone() -> None:

@@ -117,7 +117,7 @@ class TestOverflow:
         assert task.value == -1.5
 
     def test_anywhere_in_a_window(self) -> None:
-        task, found, outcomes = self.run(batches(1, INF, 2, 4, INF, 1), accumulate=2)
+        task, _, outcomes = self.run(batches(1, INF, 2, 4, INF, 1), accumulate=2)
         assert task.value == -3
         assert outcomes == [SKIPPED, APPLIED, SKIPPED]
 
@@ -174,7 +174,11 @@ class TestFused:
     def test_both_train_alike(self) -> None:
         tasks = [self.Net(False), self.Net(True)]
         for task in tasks:
-            fit(task, [torch.tensor([1.0, 2.0]), torch.tensor([INF, 1.0]), torch.tensor([3.0, -1.0])], precision=scaled())
+            fit(
+                task,
+                [torch.tensor([1.0, 2.0]), torch.tensor([INF, 1.0]), torch.tensor([3.0, -1.0])],
+                precision=scaled(),
+            )
         torch.testing.assert_close(tasks[0].w, tasks[1].w)
 
 

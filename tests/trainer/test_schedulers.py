@@ -193,7 +193,10 @@ def test_what_may_be_returned(make: Any) -> None:
 
 WRONG: dict[str, tuple[Any, str]] = {
     "nothing": (lambda o: None, r"returned 0 optimizers; automatic optimization steps exactly one"),
-    "two": (lambda o: [o, o], r"returned 2 optimizers; automatic optimization steps exactly one.*automatic_optimization ="),
+    "two": (
+        lambda o: [o, o],
+        r"returned 2 optimizers; automatic optimization steps exactly one.*automatic_optimization =",
+    ),
     "a number": (lambda o: 3, r"Returns.configure_optimizers returned a int. Expected a torch optimizer, a pair"),
     "a word": (lambda o: "sgd", r"returned a str. Expected a torch optimizer"),
     "a misspelt key": (lambda o: {"optimiser": o}, r"a mapping with \['optimiser'\]. Did you mean 'optimizer'"),
@@ -242,6 +245,46 @@ def test_parameters_of_something_else() -> None:
 
     with pytest.raises(TaskError, match=r"SGD group 0 holds 2 parameters that are not the task's.*\(2, 3\)"):
         fit(Foreign(), ones(1))
+
+
+def test_an_optimizer_that_needs_a_closure() -> None:
+    class Closes(Scalar):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(TaskError, match=r"LBFGS.step needs a closure .*automatic_optimization = False"):
+        fit(Closes(), ones(1))
+
+    class Manual(Closes):
+        automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            def closure() -> Tensor:
+                self.zero_grad()
+                loss = (self.w - 3).square()
+                loss.backward()
+                return loss
+
+            self.trainer.optimizers[0].step(closure)
+
+    task = Manual()
+    fit(task, ones(3))
+    assert task.value == pytest.approx(3, abs=1e-4)
+
+
+def test_the_same_optimizer_in_every_fit() -> None:
+    class Keeps(Scalar):
+        def __init__(self) -> None:
+            super().__init__(momentum=0.5)
+            self.optimizer = super().configure_optimizers()
+
+        def configure_optimizers(self) -> Any:
+            return self.optimizer
+
+    task = Keeps()
+    for _ in range(2):
+        fit(task, ones(1))
+    assert task.value == -1 - 1.5  # the momentum of the first run goes on
 
 
 def test_groups_with_rates_of_their_own() -> None:

@@ -84,7 +84,9 @@ class TestDue:
         assert seen == [3]
 
     def test_a_fraction_of_an_epoch_without_a_length(self) -> None:
-        with pytest.raises(DataError, match=r"val_every='0.5 epochs' is a fraction of an epoch, but the training loader"):
+        with pytest.raises(
+            DataError, match=r"val_every='0.5 epochs' is a fraction of an epoch, but the training loader"
+        ):
             fit(Scalar(), (x for x in ones(3)), ones(1), val_every="0.5 epoch")
         # Nobody validates, so that nobody needs the length.
         fit(Scalar(), (x for x in ones(3)), val_every="0.5 epoch")
@@ -169,7 +171,13 @@ def test_a_window_that_is_carried_survives_validation() -> None:
 
     task = Meddles()
     found = fit(
-        task, batches(1, 2, 4), ones(2), accumulate=2, accumulate_across_epochs="carry", max_epochs=2, val_every="1 batch"
+        task,
+        batches(1, 2, 4),
+        ones(2),
+        accumulate=2,
+        accumulate_across_epochs="carry",
+        max_epochs=2,
+        val_every="1 batch",
     )
     assert found.state.step == 3
     assert task.value == -(3 / 2 + 5 / 2 + 6 / 2)

@@ -1,0 +1,99 @@
+"""Moving batches: the same nesting, on another device. The meta device stands for an accelerator."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from loopwright.data.loader import PreparedLoader
+from loopwright.data.transfer import send_to_device
+
+META = torch.device("meta")
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@dataclass
+class Sample:
+    x: torch.Tensor
+    name: str
+    doubled: Any = field(init=False, default=None)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+
+
+class Encoding(UserDict):  # type: ignore[type-arg]
+    def to(self, device: Any) -> Encoding:
+        return Encoding({key: value.to(device) for key, value in self.items()})
+
+
+class HasTo:
+    def __init__(self) -> None:
+        self.where = "cpu"
+
+    def to(self, device: Any) -> HasTo:
+        moved = HasTo()
+        moved.where = str(device)
+        return moved
+
+
+def one() -> torch.Tensor:
+    return torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("data", "tensors"),
+    [
+        (one(), lambda d: [d]),
+        ([one(), one()], lambda d: d),
+        ((one(), 3), lambda d: [d[0]]),
+        ({"a": one(), "b": {"c": [one()]}}, lambda d: [d["a"], d["b"]["c"][0]]),
+        (OrderedDict(a=one()), lambda d: [d["a"]]),
+        (Pair(one(), "y"), lambda d: [d.x]),
+        (Sample(one(), "n"), lambda d: [d.x]),
+        (Frozen(one()), lambda d: [d.x]),
+        (Encoding({"ids": one()}), lambda d: [d["ids"]]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_tensor_is_moved_and_every_type_kept(data: Any, tensors: Any) -> None:
+    moved = send_to_device(data, META)
+    assert type(moved) is type(data)
+    assert [tensor.device for tensor in tensors(moved)] == [META] * len(tensors(data))
+    assert all(tensor.device.type == "cpu" for tensor in tensors(data))  # the caller's own is as it was
+
+
+@pytest.mark.parametrize("data", ["text", b"bytes", 3, 2.5, None, True, object(), {1, 2}])
+def test_anything_else_passes(data: Any) -> None:
+    assert send_to_device(data, META) is data
+
+
+def test_objects_that_move_themselves() -> None:
+    assert send_to_device({"a": HasTo()}, META)["a"].where == "meta"
+
+
+def test_modules_are_not_part_of_a_batch() -> None:
+    net = nn.Linear(1, 1)
+    assert send_to_device([net], META)[0] is net
+    assert net.weight.device.type == "cpu"
+
+
+def test_keys_that_stay() -> None:
+    data = {"a": one(), "b": one(), "in": {"b": one()}}
+    moved = send_to_device(data, META, skip_keys=["b"])
+    assert (moved["a"].device, moved["b"].device.type, moved["in"]["b"].device.type) == (META, "cpu", "cpu")
+    assert send_to_device(data, META, skip_keys="a")["a"].device.type == "cpu"
+
+
+def test_a_loader_moves_what_it_gives() -> None:
+    assert [batch.device for batch in PreparedLoader([one(), one()], device=META)] == [META, META]
+    data = [one()]
+    assert next(iter(PreparedLoader(data, device=torch.device("cpu")))) is data[0]
+    assert next(iter(PreparedLoader(data))) is data[0]

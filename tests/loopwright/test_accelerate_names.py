@@ -1,0 +1,47 @@
+"""The modules whose names users of Accelerate know."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import pytest
+
+import loopwright.logging
+import loopwright.tracking
+import loopwright.utils
+from loopwright.trainer.accelerator import Accelerator
+
+MODULES = [loopwright.utils, loopwright.logging, loopwright.tracking]
+
+# Names that Accelerate does not have in these modules.
+OWN_UTILS = {"clear_device_cache", "should_reduce_batch_size"}
+
+# What this version does not have of Accelerate's class: each belongs to states on disk, to several processes, or to
+# backends that come later.
+LATER = {
+    "context_parallel_rank", "data_parallel_rank", "data_parallel_shard_rank", "deepspeed_plugin",
+    "deepspeed_ulysses_dl_adapter", "fp8_backend",
+    "is_composable_parallelism_enabled", "is_fsdp2", "load_state", "lomo_backward", "maybe_context_parallel",
+    "parallelism_config", "pipeline_parallel_rank", "profile", "register_load_state_pre_hook",
+    "register_save_state_pre_hook", "save", "save_iteration", "save_state", "should_save_model",
+    "tensor_parallel_rank", "torch_device_mesh", "trigger_sync_in_backward", "verify_device_map",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_every_name_is_there_and_has_a_docstring(module: object) -> None:
+    names = module.__all__  # type: ignore[attr-defined]
+    assert names == sorted(names)
+    assert [name for name in names if not getattr(module, name).__doc__] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_the_names_are_accelerates() -> None:
+    utils = importlib.import_module("accelerate.utils")
+    memory = importlib.import_module("accelerate.utils.memory")
+    assert {name for name in loopwright.utils.__all__ if not hasattr(utils, name)} == OWN_UTILS
+    assert hasattr(memory, "should_reduce_batch_size")
+    theirs = {name for name in dir(importlib.import_module("accelerate").Accelerator) if not name.startswith("_")}
+    assert theirs - set(dir(Accelerator)) == LATER
