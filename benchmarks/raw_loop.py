@@ -38,7 +38,7 @@ def _run_accumulating(work: Workload, ticker: Ticker, steps: int) -> None:
 
 
 def run_raw_windows(work: Workload, ticker: Ticker, steps: int) -> None:
-    """As `run_raw` with accumulation, but the batches of a window are fetched one after another before the first is used.
+    """As `run_raw` with accumulation, but all batches of a window are fetched before the first is used.
 
     Fetching in a row is quicker than fetching between computations, and Loopwright's Trainer does it too; so this is
     what its own cost is to be read against.

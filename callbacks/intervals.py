@@ -2,8 +2,8 @@
 
 `"100 steps"` (applied optimizer steps), `"50 batches"` (micro-batches), `"2 epochs"`, `"0.25 epoch"`, `"5000 samples"`,
 `"1M tokens"`, `"30 min"`, the words `"first"`, `"last"` and `"never"`, or a list of these. A bare number means the unit
-that the option's docstring names. Due points lie on a fixed grid of the counters, so that neither the accumulation nor a resume
-moves them; what is due inside an accumulation window is done at its end.
+that the option's docstring names. Due points lie on a fixed grid of the counters, so that neither the accumulation nor
+a resume moves them; what is due inside an accumulation window is done at its end.
 """
 
 from __future__ import annotations
