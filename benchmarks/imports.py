@@ -1,10 +1,11 @@
-"""CPU seconds of an import over `import torch`, each in a fresh interpreter."""
+"""What imports cost over `import torch`, and what the command line costs over an empty Python."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 
 from report import table
@@ -37,3 +38,16 @@ def import_report(*, repeats: int) -> str:
     base = min(times["import torch"])
     rows = [(name, f"{min(seconds):.2f}", f"{min(seconds) - base:+.2f}") for name, seconds in times.items()]
     return "\n## Import, CPU seconds\n\n" + table(("statement", "least", "over torch"), rows)
+
+
+def start_report(*, repeats: int) -> str:
+    """A table of the wall-clock time of the command line's start beside an empty Python, taken in turn, least of each."""
+    commands = {"python -c pass": ("-c", "pass"), "python -m loopwright --help": ("-m", "loopwright", "--help")}
+    times: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(repeats):
+        for name, arguments in commands.items():
+            began = time.perf_counter()
+            subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
+            times[name].append(time.perf_counter() - began)
+    rows = [(name, f"{min(seconds):.3f}") for name, seconds in times.items()]
+    return "\n## Start of the command line, seconds\n\n" + table(("command", "least"), rows)

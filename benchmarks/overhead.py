@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 
 import torch
-from imports import import_report
+from imports import import_report, start_report
 from loops import ADDITIONS, BARE, LOOPS, RAW, Loop
 from measure import count_calls, time_rounds
 from report import additions_report, breakdown_report, calls_report, machine, time_report
@@ -68,6 +68,7 @@ def main() -> None:
             print(time_report(name, time_rounds(loops, WORKLOADS[name], rounds, quick=options.quick)), flush=True)
     if "import" in parts:
         print(import_report(repeats=1 if options.quick else 5), flush=True)
+        print(start_report(repeats=3 if options.quick else 10), flush=True)
 
 
 if __name__ == "__main__":

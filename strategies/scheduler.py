@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,5 +80,25 @@ class GatedScheduler:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Take back what `state_dict` gave, with its planned length: a schedule that was begun is not stretched.
+
+        Warns where the scheduler was built for another length than the state's.
+        """
+        planned = planned_length(self.scheduler)
         self.scheduler.load_state_dict(dict(state))
+        kept = planned_length(self.scheduler)
+        if planned != kept:
+            warnings.warn(
+                f"{type(self.scheduler).__name__} was built for {planned} steps, but its state comes from a schedule of "
+                f"{kept}, which goes on. For another length, build the schedule anew and leave its state out.",
+                stacklevel=2,
+            )
+
+
+def planned_length(scheduler: Any) -> int | None:
+    """The steps of its own after which a schedule ends, None where it has no end."""
+    for name in ("total_steps", "T_max", "total_iters"):
+        length = getattr(scheduler, name, None)
+        if isinstance(length, int):
+            return length
+    return None

@@ -65,7 +65,7 @@ def evaluate(run: Run, stage: Stage, data: EvaluationData) -> dict[str, float]:
         The means over all samples, by name, with what callbacks added to them.
     """
     metrics: dict[str, float] = {}
-    with evaluating(run, stage) as log, run.paired(stage.start, stage.end, lambda: (metrics,)):
+    with evaluating(run, stage, data) as log, run.paired(stage.start, stage.end, lambda: (metrics,)):
         for step, batch, index in batches_of(run, stage, data, log):
             run_batch(run, stage, step, batch, index)
         metrics.update(to_numbers(log.epoch_values()))
@@ -84,7 +84,7 @@ def evaluate_quietly(run: Run, data: EvaluationData, num_batches: int) -> None:
 
     No event fires and no metric is kept.
     """
-    with evaluating(run, VALIDATION, name="sanity") as log:
+    with evaluating(run, VALIDATION, data, name="sanity") as log:
         for (suffix, loader), limit in zip(data.loaders.items(), data.limits, strict=True):
             step = step_of(run, VALIDATION, data, suffix)
             count = num_batches if limit is None else min(num_batches, limit)
@@ -101,7 +101,7 @@ def predict(run: Run, data: EvaluationData, writer: Callable[[Any, Any, int], No
         writer: takes each batch's outputs, the batch and its index, so that nothing is kept in memory.
     """
     kept: list[Any] = []
-    with evaluating(run, PREDICT) as log, run.paired(PREDICT.start, PREDICT.end):
+    with evaluating(run, PREDICT, data) as log, run.paired(PREDICT.start, PREDICT.end):
         for step, batch, index in batches_of(run, PREDICT, data, log):
             outputs = run_batch(run, PREDICT, step, batch, index)
             if writer is None:
@@ -114,9 +114,9 @@ def predict(run: Run, data: EvaluationData, writer: Callable[[Any, Any, int], No
 class evaluating:  # noqa: N801 - a context manager, read as a verb
     """The seal around an evaluation, with the stage's own log of metrics in the place of the outer one."""
 
-    def __init__(self, run: Run, stage: Stage, name: str | None = None) -> None:
+    def __init__(self, run: Run, stage: Stage, data: EvaluationData, name: str | None = None) -> None:
         self._run, self._stage, self._name = run, stage, name or stage.name
-        self._seal = sealed(run.task, run.device, run.gradient_state)
+        self._seal = sealed(run.task, run.device, run.gradient_state, data.loaders.values())
 
     def __enter__(self) -> MetricLog:
         run = self._run

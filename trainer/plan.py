@@ -14,6 +14,7 @@ from ..callbacks.intervals import Schedule
 from ..callbacks.state import RunState
 from ..data.loader import PreparedLoader
 from ..data.window import WindowReader
+from ..strategies.scheduler import planned_length
 from .optimization import ScheduledRate
 from .run import Run, Training
 from .setup import prepare_training, start_run
@@ -204,7 +205,7 @@ def _look_for_mistakes(plan: Plan, run: Run, training: Training) -> None:
     _look_for_monitors(plan, run, training)
     _look_for_cut_windows(plan, training)
     for rate in training.schedulers:
-        planned = _planned_length(rate.scheduler)
+        planned = planned_length(rate.scheduler)
         steps = plan.steps if rate.interval == "step" else int(plan.epochs)
         if planned is not None and plan.is_complete and planned > steps // rate.frequency:
             plan.warnings.append(
@@ -213,14 +214,6 @@ def _look_for_mistakes(plan: Plan, run: Run, training: Training) -> None:
             )
     if training.validation is not None and plan.is_complete and not plan.due.get("validation"):
         plan.warnings.append(f"validation never falls due: val_every='{training.val_schedule.interval}'.")
-
-
-def _planned_length(scheduler: Any) -> int | None:
-    for name in ("total_steps", "T_max", "total_iters"):
-        length = getattr(scheduler, name, None)
-        if isinstance(length, int):
-            return length
-    return None
 
 
 def _look_for_monitors(plan: Plan, run: Run, training: Training) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
+from ..data.loader import PreparedLoader
 from ..distributed.random import preserved_random_state
 from ..strategies.gradient_state import GradientState
 
@@ -47,13 +48,32 @@ def preserved_gradient_state(state: GradientState) -> Iterator[None]:
 
 
 @contextmanager
-def sealed(task: nn.Module, device: torch.device, gradient_state: GradientState) -> Iterator[None]:
+def preserved_generators(loaders: Iterable[PreparedLoader]) -> Iterator[None]:
+    """A context after which the loaders' own generators are as before: the training loader may share one of them."""
+    owners = [owner for loader in loaders for owner in (loader.loader, loader.sampler)]
+    found = [
+        generator for owner in owners if isinstance(generator := getattr(owner, "generator", None), torch.Generator)
+    ]
+    states = [(generator, generator.get_state()) for generator in found]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+@contextmanager
+def sealed(
+    task: nn.Module, device: torch.device, gradient_state: GradientState, loaders: Iterable[PreparedLoader]
+) -> Iterator[None]:
     """Evaluate the task inside: eval mode, no gradients. Afterwards everything is as it was, also after an exception.
 
-    That is: random states, module modes, gradients, gradient mode, autocast state, and the training loader's flags.
+    That is: random states, those of the loaders too, module modes, gradients, gradient mode, autocast state, and the
+    training loader's flags.
     """
     with (
         preserved_random_state(device),
+        preserved_generators(loaders),
         preserved_modes(task),
         preserved_gradients(task),
         preserved_gradient_state(gradient_state),

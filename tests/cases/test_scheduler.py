@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, ReduceLROnPlateau, StepLR
 
 from loopwright.strategies.precision import ScaledPrecision
+from loopwright.trainer.accelerator import Accelerator
 from loopwright.trainer.task import Task
 
 from ..trainer.tiny import Scalar, Scheduled, Watch, fit, ones
@@ -82,3 +83,24 @@ def test_b16_a_cosine_schedule_goes_on_from_its_state() -> None:
     fit(second, ones(10), max_steps=5, callbacks=watch)
     assert rates[5:7] == [pytest.approx(0.5), pytest.approx(0.345492, abs=1e-6)]
     assert rates == pytest.approx(whole, abs=1e-12)
+
+
+def test_b91_another_planned_length_does_not_stretch_a_schedule_that_was_begun() -> None:
+    def prepared(total: int) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        schedule = LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=total)
+        return Accelerator(cpu=True).prepare(optimizer, schedule)  # type: ignore[no-any-return]
+
+    def step(optimizer: torch.optim.Optimizer, schedule: Any) -> float:
+        optimizer.step()
+        schedule.step()
+        return float(optimizer.param_groups[0]["lr"])
+
+    first = prepared(10)
+    assert [step(*first) for _ in range(5)][-1] == pytest.approx(0.5)
+    second = prepared(20)
+    second[0].load_state_dict(first[0].state_dict())
+    with pytest.warns(UserWarning, match="LinearLR was built for 20 steps, but its state comes from a schedule of 10"):
+        second[1].load_state_dict(first[1].state_dict())
+    assert second[0].param_groups[0]["lr"] == pytest.approx(0.5)
+    assert step(*second) == pytest.approx(0.4)

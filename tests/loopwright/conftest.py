@@ -100,6 +100,11 @@ class Interrupted(Line):
         raise KeyboardInterrupt
 
 
+class Steps(Callback):
+    def on_fit_end(self, trainer, task):
+        print(trainer.state.step, "steps")
+
+
 class Count(Callback):
     def __init__(self, limit: int, word: str = "w"):
         if limit < 0:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from loopwright.trainer.task import Task
 
-from ..trainer.tiny import Recorder, fit, trainer
+from ..trainer.tiny import Recorder, Scalar, fit, trainer
 
 
 class Dropout(Task):
@@ -58,6 +58,24 @@ def test_pain_14_bit_equal_weights_with_and_without_validation(options: Any, cou
     found, times = weights(True, **options)
     assert times == count
     assert torch.equal(found, alone)
+
+
+def test_pain_14_also_where_both_loaders_share_a_generator() -> None:
+    def order(validates: bool) -> list[float]:
+        seen: list[float] = []
+
+        class Keeps(Scalar):
+            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+                seen.append(batch.item())
+                return super().training_step(batch, batch_idx)
+
+        generator = torch.Generator().manual_seed(0)
+        data: Any = torch.arange(8.0)
+        train, val = (DataLoader(data, shuffle=True, generator=generator) for _ in range(2))
+        fit(Keeps(), train, val if validates else None, max_epochs=3, sanity_val_batches=2, val_every="3 steps")
+        return seen
+
+    assert order(True) == order(False)
 
 
 def test_pain_14_the_comparison_would_see_a_difference() -> None:

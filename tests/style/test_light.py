@@ -28,23 +28,23 @@ OPTIONAL = [
 ]
 
 PROBE = """
-import json, logging, os, signal, sys, threading, time
+import json, logging, os, signal, sys, threading
 def state():
     handlers = {int(number): repr(signal.getsignal(number)) for number in signal.valid_signals()}
     return {"signals": handlers, "environment": dict(os.environ), "threads": threading.active_count(),
             "logging": [len(logging.root.handlers), logging.root.level], "path": list(sys.path),
             "hooks": [repr(sys.excepthook), repr(sys.displayhook)]}
 %s
-before, started = state(), time.process_time()
+before = state()
 %s
-seconds, after = time.process_time() - started, state()
+after = state()
 changed = [name for name in before if before[name] != after[name]]
-print(json.dumps({"modules": sorted(sys.modules), "changed": changed, "seconds": seconds}))
+print(json.dumps({"modules": sorted(sys.modules), "changed": changed}))
 """
 
 
 def probe(statement: str, *, before: str = "") -> dict[str, Any]:
-    """What a statement imports and changes in a new interpreter, and its CPU seconds."""
+    """What a statement imports and changes in a new interpreter."""
     command = [sys.executable, "-c", PROBE % (before, statement)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     report: dict[str, Any] = json.loads(run.stdout)
@@ -66,7 +66,7 @@ def test_light_imports_load_no_torch(statement: str) -> None:
     assert report["changed"] == []
 
 
-def test_importing_the_trainer_loads_no_tracker_and_no_optional_package() -> None:
+def test_pain_30_importing_the_trainer_loads_no_tracker_and_no_optional_package() -> None:
     report = probe("from loopwright import Accelerator, Callback, Task, Trainer", before="import torch")
     assert not set(OPTIONAL) & set(report["modules"])
     assert report["changed"] == []
@@ -76,10 +76,3 @@ def test_no_public_name_changes_the_process_when_it_loads() -> None:
     report = probe("from loopwright import *", before="import torch")
     assert not set(OPTIONAL) & set(report["modules"])
     assert report["changed"] == []
-
-
-def test_import_adds_little_to_torch() -> None:
-    """At most 0.15 s over `import torch`; the least of three, since the machine may be busy."""
-    assert min(probe("import loopwright")["seconds"] for _ in range(3)) < 0.05
-    trainer = min(probe("from loopwright import Task, Trainer", before="import torch")["seconds"] for _ in range(3))
-    assert trainer < 0.15
