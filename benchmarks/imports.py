@@ -41,7 +41,7 @@ def import_report(*, repeats: int) -> str:
 
 
 def start_report(*, repeats: int) -> str:
-    """A table of the wall-clock time of the command line's start beside an empty Python, taken in turn, least of each."""
+    """A table of the wall-clock time of the command line's start beside an empty Python's, the least of each."""
     commands = {"python -c pass": ("-c", "pass"), "python -m loopwright --help": ("-m", "loopwright", "--help")}
     times: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(repeats):

@@ -52,12 +52,12 @@ class Duration:
     unit: Unit
 
     def __post_init__(self) -> None:
-        whole = self.unit not in ("epochs", "seconds")
+        is_counted = self.unit not in ("epochs", "seconds")
         if not self.amount > 0 or math.isinf(self.amount):
             raise ConfigError(
                 f"a duration of {self.amount:g} {self.unit} is empty or endless. Expected a number above 0."
             )
-        if whole and self.amount != int(self.amount):
+        if is_counted and not self.is_whole:
             raise ConfigError(
                 f"{self.amount:g} {self.unit} is not a whole number. Only epochs and times have fractions."
             )
@@ -97,6 +97,15 @@ class Duration:
             raise ConfigError(f"{option}={value!r} has an unknown unit {name!r}. {suggest(name, _UNITS)}")
         kind, factor = _UNITS[name]
         return _checked(number * factor, kind, option, value)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the amount has no fraction."""
+        return self.amount == int(self.amount)
+
+    def is_reached(self, state: RunState) -> bool:
+        """Whether the run has done this much."""
+        return self.count(state) + _EPSILON >= self.amount
 
     def count(self, state: RunState) -> float:
         """How much of the unit the run has done."""
@@ -174,7 +183,7 @@ class Interval:
     @property
     def needs_epoch_length(self) -> bool:
         """Whether a fraction of an epoch is asked for, which only a loader with a length can tell."""
-        return any(d.unit == "epochs" and d.amount != int(d.amount) for d in self.every)
+        return any(d.unit == "epochs" and not d.is_whole for d in self.every)
 
     def __str__(self) -> str:
         parts = ["first"] * self.first + [str(d) for d in self.every] + ["last"] * self.last
@@ -188,11 +197,12 @@ class Schedule:
     the window crossed. Time is measured from the run's start, so that it goes on over a resume.
     """
 
-    __slots__ = ("_every", "_first", "_next", "interval")
+    __slots__ = ("_every", "_first", "_is_whole", "_next", "interval")
 
     def __init__(self, interval: Interval, state: RunState) -> None:
         self.interval = interval
         self._every = interval.every
+        self._is_whole = [d.is_whole for d in self._every]
         self._first = interval.first and state.step == 0
         self._next = [_next_point(d, state) for d in self._every]
 
@@ -200,8 +210,10 @@ class Schedule:
         """Whether something has come due; asking moves on to the next point."""
         due = False
         for index, duration in enumerate(self._every):
-            if duration.unit == "steps":  # the common one, without a call
+            if duration.unit == "steps":  # this and the next are the common ones, without a call
                 passed = state.step >= self._next[index]
+            elif duration.unit == "epochs" and self._is_whole[index]:
+                passed = state.epoch + state.epoch_ended >= self._next[index]
             else:
                 passed = duration.count(state) + _EPSILON >= self._next[index]
             if passed:

@@ -53,15 +53,18 @@ class Limits:
 
     durations: tuple[Duration, ...] = field(init=False, default=())
     """Those that are set."""
+    end_inside_epochs: bool = field(init=False, default=False)
+    """Whether one of them may be reached inside an epoch."""
 
     def __post_init__(self) -> None:
         # Asked for at every step, so worked out once.
         found = tuple(d for d in (self.max_epochs, self.max_steps, self.max_time) if d is not None)
         object.__setattr__(self, "durations", found)
+        object.__setattr__(self, "end_inside_epochs", any(d.unit != "epochs" or not d.is_whole for d in found))
 
     def reached(self, state: RunState) -> Duration | None:
         """The limit that the run has reached, None while it may go on. Asked at step boundaries."""
         for duration in self.durations:
-            if duration.count(state) + 1e-9 >= duration.amount:
+            if duration.is_reached(state):
                 return duration
         return None

@@ -112,7 +112,7 @@ class ProgressBar(Callback):
 
     def on_validation_start(self, trainer: TrainerView, task: TaskView) -> None:
         """A second bar, below that of the training."""
-        self._begin("validation", trainer.num_validation_batches, trainer)
+        self._begin("validation", trainer.num_evaluation_batches, trainer)
 
     def on_validation_batch_end(self, trainer: TrainerView, task: TaskView, outputs: Any) -> None:
         """Look at the clock."""
@@ -124,7 +124,7 @@ class ProgressBar(Callback):
 
     def on_test_start(self, trainer: TrainerView, task: TaskView) -> None:
         """A bar for the test."""
-        self._begin("test", None, trainer)
+        self._begin("test", trainer.num_evaluation_batches, trainer)
 
     def on_test_batch_end(self, trainer: TrainerView, task: TaskView, outputs: Any) -> None:
         """Look at the clock."""
@@ -136,7 +136,7 @@ class ProgressBar(Callback):
 
     def on_predict_start(self, trainer: TrainerView, task: TaskView) -> None:
         """A bar for the predictions."""
-        self._begin("predict", None, trainer)
+        self._begin("predict", trainer.num_evaluation_batches, trainer)
 
     def on_predict_batch_end(self, trainer: TrainerView, task: TaskView, outputs: Any) -> None:
         """Look at the clock."""

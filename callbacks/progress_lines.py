@@ -33,9 +33,7 @@ class LineDisplay:
         self._last_time = time.monotonic()
         self._is_behind = False  # an epoch ended without its line
         # Whole epochs are over in `finish`; what else counts may come due at any batch.
-        self.needs_every_batch = every.first or any(
-            d.unit != "epochs" or d.amount != int(d.amount) for d in self._counted.every
-        )
+        self.needs_every_batch = every.first or any(d.unit != "epochs" or not d.is_whole for d in self._counted.every)
 
     def start(self, state: RunState) -> None:
         """Lay the interval over the run's counters."""

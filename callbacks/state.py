@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from dataclasses import dataclass
 
@@ -71,10 +70,6 @@ class RunState:
         """The run's time stops counting."""
         if self.started_at is not None:
             self.seconds_before, self.started_at = self.seconds, None
-
-    def copy(self) -> RunState:
-        """An independent copy, as a plan advances it."""
-        return dataclasses.replace(self)
 
 
 COUNTERS = ("epoch", "batch", "micro_step", "step", "skipped_steps", "samples", "tokens")

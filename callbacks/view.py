@@ -53,7 +53,7 @@ class TrainerView(Protocol):
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run was asked to end, None while it was not."""
+        """Why the run ended or will end, None while it goes on."""
         ...
 
     @property
@@ -98,8 +98,8 @@ class TrainerView(Protocol):
     def is_fast_dev_run(self) -> bool: ...
 
     @property
-    def num_validation_batches(self) -> int | None:
-        """Batches of one validation, None without validation or where a loader has no length."""
+    def num_evaluation_batches(self) -> int | None:
+        """Batches of the evaluation that runs, None where none does or a loader has no length."""
         ...
 
     @property
@@ -119,6 +119,10 @@ class TrainerView(Protocol):
     @property
     def window_size(self) -> int:
         """Micro-batches per optimizer step."""
+        ...
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """The task's `training_step` as the loop calls it, in the run's precision. Fires no event."""
         ...
 
     def log(self, name: str, value: Any, **options: Any) -> None:

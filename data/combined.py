@@ -77,8 +77,8 @@ class CombinedLoader:
         again = next(iterators[index], _END)
         if again is _END:
             raise DataError(
-                f"loader {index if self._names is None else self._names[index]!r} of a CombinedLoader gives no "
-                "batch when "
-                "it is begun again. Use mode='max_size' or 'min_size', or a loader that can be iterated more than once."
+                f"loader {index if self._names is None else self._names[index]!r} of a CombinedLoader gives no batch "
+                "when it is begun again. Use mode='max_size' or 'min_size', or a loader that can be iterated more "
+                "than once."
             )
         return again

@@ -19,7 +19,7 @@ Each also derives from the built-in exception in brackets, so that callers who k
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class LoopwrightError(Exception):
@@ -62,12 +62,37 @@ class MissingDependencyError(LoopwrightError, ImportError):
     """An optional package was asked for and is not installed."""
 
 
-def suggest(name: object, known: Iterable[str]) -> str:
+def suggest(
+    name: object, known: Iterable[str], *, places: Mapping[str, str] | None = None, is_listed: bool = True
+) -> str:
     """A sentence that lists the accepted names and, when one is close to `name`, that one first.
 
     Used at the end of error messages: ``f"strategy={name!r} is unknown. {suggest(name, names)}"``.
+
+    Args:
+        name: what came.
+        known: the accepted names.
+        places: where names stand that may have been meant, accepted here or not: `{"seed": "trainer.seed"}`.
+        is_listed: False leaves the list out, where it would be long; the text is empty then unless a name is close.
     """
-    names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=1)
+    names, places = sorted(known), places or {}
+    near = difflib.get_close_matches(str(name), [*names, *places], n=1)
+    meant = f"Did you mean {places.get(near[0], repr(near[0]))}?" if near else ""
     accepted = f"Accepted: {', '.join(names)}." if names else "Nothing is accepted here."
-    return f"Did you mean {near[0]!r}? {accepted}" if near else accepted
+    return " ".join(filter(None, (meant, accepted if is_listed else "")))
+
+
+def check_integer(option: str, value: object, least: int, hint: str = "") -> None:
+    """Refuse what is no integer, or a smaller one. A bool is none.
+
+    Args:
+        option: its name for the message, `"accumulate"`, or with its owner, `"EarlyStopping(patience)"`.
+        value: what came.
+        least: the smallest that is accepted.
+        hint: a sentence more: what it counts, what else to do.
+    Raises:
+        ConfigError: says what came and what is accepted.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        given = f"{option[:-1]}={value!r})" if option.endswith(")") else f"{option}={value!r}"
+        raise ConfigError(f"{given}. Expected an integer >= {least}. {hint}".rstrip())

@@ -1,8 +1,11 @@
-"""Sizes as users write them."""
+"""Sizes: as users write them, and of tensors."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+
+from torch import Tensor
 
 from .errors import ConfigError
 
@@ -31,3 +34,12 @@ def convert_file_size_to_int(size: int | str) -> int:
     unit = found[2]
     bits = 8 if len(unit) == 2 and unit.endswith("b") and not unit.islower() else 1
     return int(float(found[1]) * _BYTES[unit.lower()] / bits)
+
+
+def size_bytes(tensors: Iterable[Tensor]) -> int:
+    """What the elements of these tensors take, in bytes; one that is given twice counts twice. Local.
+
+    Args:
+        tensors: on any device, "meta" included; lazy ones have no size and can't be among them.
+    """
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

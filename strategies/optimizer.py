@@ -156,6 +156,11 @@ class GatedOptimizer(Optimizer):
         self.outcome = state["outcome"]
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of all groups of an optimizer, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def move_optimizer_state(optimizer: Optimizer) -> None:
     """Bring an optimizer's state tensors to the devices of their parameters, after the model was moved."""
     for parameter, state in optimizer.state.items():

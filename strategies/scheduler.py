@@ -89,8 +89,8 @@ class GatedScheduler:
         kept = planned_length(self.scheduler)
         if planned != kept:
             warnings.warn(
-                f"{type(self.scheduler).__name__} was built for {planned} steps, but its state comes from a schedule of "
-                f"{kept}, which goes on. For another length, build the schedule anew and leave its state out.",
+                f"{type(self.scheduler).__name__} was built for {planned} steps, but its state comes from a schedule of"
+                f" {kept}, which goes on. For another length, build the schedule anew and leave its state out.",
                 stacklevel=2,
             )
 

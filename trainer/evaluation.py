@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -20,7 +21,7 @@ from ..data.window import check_length
 from .metrics import MetricLog, to_numbers
 from .run import EvaluationData, Run, Training
 from .sealed import sealed
-from .signature import batch_function
+from .signature import bind_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,11 @@ PREDICT = Stage(
 )  # fmt: skip
 
 
-def validate(run: Run, training: Training) -> dict[str, float]:
+def validate(run: Run, training: Training) -> None:
     """Validation inside training. It leaves no trace there; its metrics become a record at the current step."""
     assert training.validation is not None
-    metrics = evaluate(run, VALIDATION, training.validation)
+    evaluate(run, VALIDATION, training.validation)
     training.validated_at = run.state.micro_step
-    return metrics
 
 
 def evaluate(run: Run, stage: Stage, data: EvaluationData) -> dict[str, float]:
@@ -73,13 +73,12 @@ def evaluate(run: Run, stage: Stage, data: EvaluationData) -> dict[str, float]:
         shown = run.trainer.progress_metrics
         shown.update({name: value for name, value in metrics.items() if name in shown})
     metrics.update(to_numbers(log.epoch_values()))  # what the end event logged
-    run.remember(metrics)
     if metrics:
         run.record(metrics)
     return metrics
 
 
-def evaluate_quietly(run: Run, data: EvaluationData, num_batches: int) -> None:
+def sanity_check(run: Run, data: EvaluationData, num_batches: int) -> None:
     """Try the first batches of each loader before training, so that an error in validation costs no epoch.
 
     No event fires and no metric is kept.
@@ -90,7 +89,7 @@ def evaluate_quietly(run: Run, data: EvaluationData, num_batches: int) -> None:
             count = num_batches if limit is None else min(num_batches, limit)
             for index, batch in enumerate(islice(loader, count)):
                 log.samples = samples_of(run, batch)
-                call_step(run, step, batch, index)
+                step(batch, index)
         log.epoch_values()
 
 
@@ -111,28 +110,19 @@ def predict(run: Run, data: EvaluationData, writer: Callable[[Any, Any, int], No
     return kept
 
 
-class evaluating:  # noqa: N801 - a context manager, read as a verb
+@contextmanager
+def evaluating(run: Run, stage: Stage, data: EvaluationData, name: str | None = None) -> Iterator[MetricLog]:
     """The seal around an evaluation, with the stage's own log of metrics in the place of the outer one."""
-
-    def __init__(self, run: Run, stage: Stage, data: EvaluationData, name: str | None = None) -> None:
-        self._run, self._stage, self._name = run, stage, name or stage.name
-        self._seal = sealed(run.task, run.device, run.gradient_state, data.loaders.values())
-
-    def __enter__(self) -> MetricLog:
-        run = self._run
-        self._outer = (run.state.stage, run.task.__dict__.get("_log"))
-        self._seal.__enter__()
-        run.state.stage = self._name
-        log = MetricLog(self._stage.name, {} if self._name == "sanity" else run.trainer.progress_metrics)
-        self._outer_log, run.log = run.log, log
-        run.task.__dict__["_log"] = log.log
-        return log
-
-    def __exit__(self, *error: Any) -> None:
-        run = self._run
-        run.state.stage, run.task.__dict__["_log"] = self._outer
-        run.log = self._outer_log
-        self._seal.__exit__(*error)
+    outer = (run.state.stage, run.log)
+    with sealed(run.task, run.device, run.gradient_state, data.loaders.values()):
+        run.state.stage = name or stage.name
+        run.log = MetricLog(stage.name, {} if name == "sanity" else run.trainer.progress_metrics)
+        run.evaluation = data
+        try:
+            yield run.log
+        finally:
+            run.state.stage, run.log = outer
+            run.evaluation = None
 
 
 def batches_of(
@@ -158,7 +148,7 @@ def run_batch(run: Run, stage: Stage, step: Callable[..., Any], batch: Any, inde
     try:
         if emit := run.events[stage.batch_start]:
             emit(batch, index)
-        outputs = call_step(run, step, batch, index)
+        outputs = step(batch, index)
     except BaseException as error:
         run.fail(error)
         run.finish_despite(error, stage.batch_end, outputs)
@@ -168,17 +158,10 @@ def run_batch(run: Run, stage: Stage, step: Callable[..., Any], batch: Any, inde
     return outputs
 
 
-def call_step(run: Run, step: Callable[..., Any], batch: Any, index: int) -> Any:
-    """The task's step in the run's precision."""
-    if run.precision.autocasts:
-        with run.precision.autocast():
-            return step(batch, index)
-    return step(batch, index)
-
-
 def step_of(run: Run, stage: Stage, data: EvaluationData, suffix: str) -> Callable[..., Any]:
     """The task's method for one loader, called with a batch and its index."""
-    return batch_function(getattr(run.task, stage.step), dataloader_idx=list(data.loaders).index(suffix))
+    number = list(data.loaders).index(suffix)
+    return bind_step(getattr(run.task, stage.step), run.precision, dataloader_idx=number)
 
 
 def samples_of(run: Run, batch: Any) -> int | AmbiguousBatchSizeError | None:

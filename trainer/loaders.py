@@ -77,8 +77,7 @@ def training_loader(data: Any) -> Iterable[Any]:
     if loader_length(data) == 0:
         raise DataError(
             f"the training loader ({type(data).__name__}) has no batch: its length is 0. Check its dataset, and "
-            "drop_last "
-            "with a batch size larger than the data."
+            "drop_last with a batch size larger than the data."
         )
     return data  # type: ignore[no-any-return]
 
@@ -120,7 +119,6 @@ def first_batches(loader: Iterable[Any], count: int) -> list[Any]:
 def _check_iterable(data: Any, stage: str) -> None:
     if isinstance(data, (str, bytes)) or not hasattr(data, "__iter__"):
         raise DataError(
-            f"the {stage} data is a {type(data).__name__}, which can't be iterated. Expected an iterable of "
-            "batches, such as "
-            "a DataLoader."
+            f"the {stage} data is a {type(data).__name__}, which can't be iterated. Expected an iterable of batches, "
+            "such as a DataLoader."
         )

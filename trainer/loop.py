@@ -25,8 +25,8 @@ from ..data.sizes import AmbiguousBatchSizeError
 from ..data.window import Window, WindowReader
 from ..distributed.errors import DataError
 from ..strategies.outcome import StepOutcome
-from .evaluation import evaluate_quietly, validate
-from .optimization import ScheduledRate, monitored_value
+from .evaluation import sanity_check, validate
+from .optimization import SchedulerConfig, monitored_value
 from .run import Run, Training, misplaced, refused
 
 
@@ -37,11 +37,15 @@ def fit(run: Run, training: Training) -> None:
     try:
         with run.paired(Callback.on_fit_start, Callback.on_fit_end), refused(SkipBatch, EndEpoch):
             if training.validation and training.sanity_batches:
-                evaluate_quietly(run, training.validation, training.sanity_batches)
+                sanity_check(run, training.validation, training.sanity_batches)
             state.stage = "train"
             state.start()
-            while run.stop_reason is None and training.limits.reached(state) is None:
-                fit_epoch(run, training)
+            while run.stop_reason is None:
+                if limit := training.limits.reached(state):
+                    run.stop(f"{limit} reached")
+                else:
+                    fit_epoch(run, training)
+            close_open_window(run, training)
             if (
                 training.validation
                 and training.val_schedule.is_due_at_end
@@ -61,10 +65,10 @@ def fit_epoch(run: Run, training: Training) -> None:
     state.epoch_ended = False
     state.batch = 0
     training.loader.set_epoch(state.epoch)
-    reader = read_windows(run, training)
+    reader = training.windows_of(state.epoch, training.loader)
     training.reader = reader
     if not training.carried:
-        run.metrics.window = state.micro_step  # what `on_epoch_start` logs belongs to the first window
+        run.training_log.window = state.micro_step  # what `on_epoch_start` logs belongs to the first window
     try:
         with run.paired(Callback.on_epoch_start, Callback.on_epoch_end, lambda: (dict(run.trainer.metrics),)):
             try:
@@ -99,7 +103,7 @@ def fit_window(run: Run, training: Training, window: Window) -> None:
     if not training.carried:
         training.loss.begin(window.size)
         gradient_state.window_size = window.size
-        run.metrics.window = run.state.micro_step
+        run.training_log.window = run.state.micro_step
     last = len(window.batches) - 1
     for position, batch in enumerate(window.batches):
         gradient_state.sync_gradients = window.closes and position == last
@@ -110,22 +114,22 @@ def fit_window(run: Run, training: Training, window: Window) -> None:
 
 def fit_batch(run: Run, training: Training, batch: Any) -> None:
     """Forward and backward of one micro-batch, and the optimizer step if it closes its window."""
-    events, state, metrics = run.events, run.state, run.metrics
+    events, state, log = run.events, run.state, run.training_log
     index = state.batch
     outputs = loss = None
     samples: int | AmbiguousBatchSizeError | None
     if training.moves:
         batch = training.loader.move(batch)
     try:
-        samples = metrics.samples = training.count_samples(batch)
+        samples = log.samples = training.count_samples(batch)
     except AmbiguousBatchSizeError as error:  # raised where the number is needed
-        samples = metrics.samples = not_counted(run, error)
+        samples = log.samples = not_counted(run, error)
     try:
         try:
             if emit := events[Callback.on_batch_start]:
                 emit(batch, index)
             if training.is_automatic:
-                outputs = forward(run, batch, index)
+                outputs = training.step(batch, index)
                 loss = training.loss.take(outputs)
                 if loss is not None:
                     backward(run, loss)
@@ -150,14 +154,6 @@ def fit_batch(run: Run, training: Training, batch: Any) -> None:
         raise
     if emit := events[Callback.on_batch_end]:
         emit(outputs)
-
-
-def forward(run: Run, batch: Any, index: int) -> Any:
-    """`training_step` in the run's precision."""
-    if run.strategy.precision.autocasts:
-        with run.strategy.precision.autocast():
-            return run.step_function(batch, index)
-    return run.step_function(batch, index)
 
 
 def backward(run: Run, loss: Tensor, **kwargs: Any) -> None:
@@ -188,11 +184,11 @@ def step(run: Run, training: Training) -> None:
             precision.forget(optimizer)
         if training.loss.count is not None:
             count_tokens(run, training, training.loss.count)
-    settle(run, training, outcome)
+    count_step(run, training, outcome)
     optimizer.zero_grad()
 
 
-def settle(run: Run, training: Training, outcome: StepOutcome) -> None:
+def count_step(run: Run, training: Training, outcome: StepOutcome) -> None:
     """Count a step that was due, tell the callbacks, and move the schedules on if it was applied."""
     if outcome is StepOutcome.APPLIED:
         run.state.step += 1
@@ -220,12 +216,12 @@ def manual_step(run: Run, training: Training, batch: Any, index: int) -> Any:
     """`training_step` of a task that steps its optimizers itself. One step is counted, however many it took."""
     for optimizer in training.gated:
         optimizer.outcome = StepOutcome.ACCUMULATED
-    outputs = forward(run, batch, index)
+    outputs = training.step(batch, index)
     outcomes = {optimizer.outcome for optimizer in training.gated}
     if StepOutcome.APPLIED in outcomes:
-        settle(run, training, StepOutcome.APPLIED)
+        count_step(run, training, StepOutcome.APPLIED)
     elif StepOutcome.SKIPPED in outcomes:
-        settle(run, training, StepOutcome.SKIPPED)
+        count_step(run, training, StepOutcome.SKIPPED)
     return outputs
 
 
@@ -234,11 +230,11 @@ def do_what_is_due(run: Run, training: Training) -> None:
     state = run.state
     if training.log_schedule.is_due(state):
         training.logged_at = state.micro_step
-        run.record(run.metrics.step_values())
+        run.record(run.training_log.step_values())
     if training.validation and training.val_schedule.is_due(state):
         validate(run, training)
-    if training.inner_limits and training.limits.reached(state):
-        run.stop(f"{training.limits.reached(state)} reached")
+    if training.limits.end_inside_epochs and (limit := training.limits.reached(state)):
+        run.stop(f"{limit} reached")
 
 
 def close_epoch(run: Run, training: Training, reader: WindowReader) -> None:
@@ -247,8 +243,8 @@ def close_epoch(run: Run, training: Training, reader: WindowReader) -> None:
     training.wait_seconds += reader.wait_seconds
     training.reader = None
     if training.log_schedule.is_due_at_end:
-        training.last_values = run.metrics.step_values()
-    if values := run.metrics.epoch_values(keeps_window=training.carried > 0):
+        training.last_values = run.training_log.step_values()
+    if values := run.training_log.epoch_values(keeps_window=training.carried > 0):
         run.record(values)
     if run.state.epoch_ended and training.is_automatic:
         for rate in training.epoch_schedulers:
@@ -257,13 +253,13 @@ def close_epoch(run: Run, training: Training, reader: WindowReader) -> None:
 
 def record_late(run: Run) -> None:
     """Record what an end event logged, whose own record is out already."""
-    if values := run.metrics.late_values():
+    if values := run.training_log.late_values():
         run.record(values)
 
 
-def step_scheduler(run: Run, rate: ScheduledRate, count: int) -> None:
+def step_scheduler(run: Run, rate: SchedulerConfig, count: int) -> None:
     """Step a schedule if `count` is one of its points."""
-    if count % rate.frequency or run.state.step == 0:
+    if not rate.is_point(count) or run.state.step == 0:
         return
     if not rate.needs_metric:
         rate.scheduler.step()
@@ -271,7 +267,7 @@ def step_scheduler(run: Run, rate: ScheduledRate, count: int) -> None:
         rate.scheduler.step(monitored_value(rate, run.trainer.metrics))
 
 
-def is_fresh(run: Run, rate: ScheduledRate) -> bool:
+def is_fresh(run: Run, rate: SchedulerConfig) -> bool:
     """Whether the metric that a schedule watches has a new value since the schedule saw it last.
 
     Raises:
@@ -288,15 +284,12 @@ def is_fresh(run: Run, rate: ScheduledRate) -> bool:
     return seen != rate.seen_at
 
 
-def read_windows(run: Run, training: Training) -> WindowReader:
-    """The windows of the epoch that begins. A window is left open only where another epoch can close it."""
-    limit = training.limits.max_epochs
-    is_last_epoch = limit is not None and run.state.epoch + 1 >= limit.amount
-    remainder = "flush" if training.remainder == "carry" and is_last_epoch else training.remainder
-    return WindowReader(
-        training.loader, training.window_size,
-        remainder=remainder, carried=training.carried, limit=training.batch_limit,
-    )  # fmt: skip
+def close_open_window(run: Run, training: Training) -> None:
+    """Step on a window that was carried over an epoch's end and finds no further batch, over what it holds."""
+    if training.carried:
+        training.carried = 0
+        run.gradient_state.sync_gradients = True
+        step(run, training)
 
 
 def drop_open_window(run: Run, training: Training) -> None:
@@ -355,6 +348,5 @@ def hint_at_single_sample(error: BaseException, samples: object, index: int) -> 
     if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
         error.add_note(
             f"batch {index} has {samples} sample(s), too few for batch norm. Use drop_last=True in the DataLoader, "
-            "or a "
-            "batch size that does not leave a single sample at the end."
+            "or a batch size that does not leave a single sample at the end."
         )

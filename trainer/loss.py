@@ -62,9 +62,8 @@ class WindowLoss:
             loss = self._weighted(*outputs)
         else:
             raise TaskError(
-                f"training_step returned a {type(outputs).__name__}. Expected a scalar loss, a mapping with "
-                "'loss', a pair "
-                "(loss_sum, count), or None to leave the batch out."
+                f"training_step returned a {type(outputs).__name__}. Expected a scalar loss, a mapping with 'loss', "
+                "a pair (loss_sum, count), or None to leave the batch out."
             )
         if not loss.requires_grad or (loss.ndim and loss.numel() != 1):
             raise _no_loss(loss)
@@ -119,6 +118,5 @@ def _no_loss(loss: Tensor) -> TaskError:
         )
     return TaskError(
         "training_step returned a loss without a gradient. Compute it from the task's parameters, outside "
-        "torch.no_grad() "
-        "and without detach(); are all parameters frozen?"
+        "torch.no_grad() and without detach(); are all parameters frozen?"
     )

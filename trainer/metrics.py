@@ -189,13 +189,13 @@ class MetricLog:
     Args:
         stage: `"train"`, `"validation"`, `"test"` or `"predict"`: sets the defaults of `on_step` and `on_epoch`.
         progress: where newest values for the progress bar go.
-        suffix: appended to every name, for one of several loaders.
     """
 
     def __init__(self, stage: str, progress: dict[str, Any]) -> None:
         self.stage = stage
         self.progress = progress
         self.suffix = ""
+        """Appended to every name, for one of several loaders."""
         self.window = 0
         """Number of the current window; values of one window make one step value."""
         self.samples: int | AmbiguousBatchSizeError | None = None
@@ -214,7 +214,7 @@ class MetricLog:
         progress_bar: bool = False,
         sync: bool = True,
     ) -> None:
-        """As `Task.log` says."""
+        """As `Task.log` says; `sync` has no effect in one process."""
         if self.suffix:
             name += self.suffix
         metric = self.metrics.get(name)
@@ -278,16 +278,18 @@ class MetricLog:
             return value, batch_size
         raise MetricError(
             f"log({metric.name!r}) of a {type(value).__name__}. Expected a number, a tensor of one element, a "
-            "torchmetrics "
-            "object, or a pair (sum, count)."
+            "torchmetrics object, or a pair (sum, count)."
         )
 
     def _weight(self, metric: Metric) -> int:
-        """The weight of a value where the batch's number of samples is not known."""
-        if isinstance(self.samples, AmbiguousBatchSizeError):
-            if metric.on_epoch and metric.reduce == "mean":
-                raise MetricError(f"log({metric.name!r}): {self.samples}") from self.samples
-            return 1
+        """The weight of a value where the batch's number of samples is not known.
+
+        Raises:
+            MetricError: a mean over the epoch would need it.
+        """
+        needs_weight = metric.on_epoch and metric.reduce == "mean"
+        if needs_weight and isinstance(self.samples, AmbiguousBatchSizeError):
+            raise MetricError(f"log({metric.name!r}): {self.samples}") from self.samples
         return 1
 
     def step_values(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from .task import Task
 
 
 @dataclass(slots=True)
-class ScheduledRate:
+class SchedulerConfig:
     """A learning-rate scheduler and when it steps; the keys of `configure_optimizers`' `"lr_scheduler"` mapping."""
 
     scheduler: Any
@@ -42,6 +42,10 @@ class ScheduledRate:
                 "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val/loss'}}."
             )
 
+    def is_point(self, count: int) -> bool:
+        """Whether the scheduler steps at this number of steps or epochs."""
+        return count % self.frequency == 0
+
     @property
     def needs_metric(self) -> bool:
         """Whether the scheduler steps by a metric's value."""
@@ -53,7 +57,7 @@ class Optimization:
     """What a task trains with."""
 
     optimizers: list[Optimizer]
-    schedulers: list[ScheduledRate]
+    schedulers: list[SchedulerConfig]
 
 
 def configure(task: Task) -> Optimization:
@@ -66,8 +70,8 @@ def configure(task: Task) -> Optimization:
     if task.automatic_optimization and len(found.optimizers) != 1:
         raise TaskError(
             f"{type(task).__name__}.configure_optimizers returned {len(found.optimizers)} optimizers; automatic "
-            "optimization "
-            "steps exactly one. Return one, or set automatic_optimization = False and step them in training_step."
+            "optimization steps exactly one. Return one, or set automatic_optimization = False and step them in "
+            "training_step."
         )
     for optimizer in found.optimizers:
         _check_parameters(optimizer, task)
@@ -112,15 +116,15 @@ def _read_mapping(returned: Mapping[str, Any], task: Task) -> Optimization:
     return Optimization([_one(returned["optimizer"], task)], schedulers)
 
 
-def _read_scheduler(given: Any) -> ScheduledRate:
+def _read_scheduler(given: Any) -> SchedulerConfig:
     if not isinstance(given, Mapping):
-        return ScheduledRate(given)
-    known = {option.name for option in fields(ScheduledRate) if option.init}
+        return SchedulerConfig(given)
+    known = {option.name for option in fields(SchedulerConfig) if option.init}
     if unknown := sorted(set(given) - known):
         raise TaskError(f"lr_scheduler has an unknown key {unknown[0]!r}. {suggest(unknown[0], known)}")
     if "scheduler" not in given:
         raise TaskError(f"lr_scheduler is a mapping without 'scheduler': {dict(given)!r}.")
-    return ScheduledRate(**given)
+    return SchedulerConfig(**given)
 
 
 def _is_scheduler(given: Any) -> bool:
@@ -160,15 +164,13 @@ def _check_parameters(optimizer: Optimizer, task: Task) -> None:
         foreign = [parameter for parameter in group["params"] if id(parameter) not in own]
         if foreign:
             raise TaskError(
-                f"{type(optimizer).__name__} group {index} holds {len(foreign)} parameters that are not the "
-                "task's, such as "
-                f"one of shape {tuple(foreign[0].shape)}. Assign their module to an attribute of "
-                f"{type(task).__name__}, and "
-                "build the optimizer from self.parameters()."
+                f"{type(optimizer).__name__} group {index} holds {len(foreign)} parameters that are not the task's, "
+                f"such as one of shape {tuple(foreign[0].shape)}. Assign their module to an attribute of "
+                f"{type(task).__name__}, and build the optimizer from self.parameters()."
             )
 
 
-def monitored_value(rate: ScheduledRate, metrics: Mapping[str, float]) -> float:
+def monitored_value(rate: SchedulerConfig, metrics: Mapping[str, float]) -> float:
     """The newest value of the metric that a plateau scheduler watches.
 
     Raises:

@@ -13,9 +13,9 @@ from ..callbacks.bus import overridden
 from ..callbacks.intervals import Schedule
 from ..callbacks.state import RunState
 from ..data.loader import PreparedLoader
-from ..data.window import WindowReader
+from ..data.window import Window
 from ..strategies.scheduler import planned_length
-from .optimization import ScheduledRate
+from .optimization import SchedulerConfig
 from .run import Run, Training
 from .setup import prepare_training, start_run
 from .task import Task
@@ -64,7 +64,7 @@ def make_plan(trainer: Trainer, task: Task, train: Any, val: Any) -> Plan:
     """Work out what `trainer.fit(task, train, val)` will do. Nothing is trained, moved or written."""
     run = start_run(trainer, task, "train")
     with _captured_warnings() as caught:
-        training = prepare_training(run, trainer.settings, train, val, places=False)
+        training = prepare_training(run, trainer.settings, train, val)
     plan = Plan(
         batches_per_epoch=training.num_batches,
         callbacks=[(type(c).__name__, list(overridden(c))) for c in run.callbacks],
@@ -103,14 +103,16 @@ def _walk(plan: Plan, run: Run, training: Training, schedules: Mapping[str, Sche
     windows = 0
     while training.limits.reached(state) is None and windows < MOST_WINDOWS:
         epoch_began = state.step
-        for window in _windows(state, training):
+        reader = training.windows_of(state.epoch, PreparedLoader(range(training.num_batches or MOST_WINDOWS)))
+        for window in reader:
             windows += 1
-            _advance(plan, state, training, window.closes, len(window.batches), window.is_last)
+            _advance(plan, state, training, window)
             for name, schedule in schedules.items():
                 if schedule.is_due(state):
                     plan.due[name].append(state.step)
             if training.limits.reached(state) is not None or windows >= MOST_WINDOWS:
                 break
+        training.carried = reader.carried
         if not state.epoch_ended:
             break
         plan.steps_per_epoch = plan.steps_per_epoch or state.step - epoch_began
@@ -126,31 +128,19 @@ def _walk(plan: Plan, run: Run, training: Training, schedules: Mapping[str, Sche
             plan.due[name].append(state.step)
 
 
-def _windows(state: RunState, training: Training) -> WindowReader:
-    length = training.num_batches or MOST_WINDOWS
-    limit = training.limits.max_epochs
-    is_last_epoch = limit is not None and state.epoch + 1 >= limit.amount
-    remainder = "flush" if training.remainder == "carry" and is_last_epoch else training.remainder
-    reader = WindowReader(
-        PreparedLoader(range(length)), training.window_size, remainder=remainder, carried=training.carried
-    )
-    training.carried = 0 if remainder != "carry" else (training.carried + length) % training.window_size
-    return reader
-
-
-def _advance(plan: Plan, state: RunState, training: Training, closes: bool, batches: int, is_last: bool) -> None:
-    state.batch += batches
-    state.micro_step += batches
-    state.epoch_ended = is_last
-    if closes:
+def _advance(plan: Plan, state: RunState, training: Training, window: Window) -> None:
+    state.batch += len(window.batches)
+    state.micro_step += len(window.batches)
+    state.epoch_ended = window.is_last
+    if window.closes:
         state.step += 1
         _step_schedulers(plan, training, training.step_schedulers, state.step, state.step)
 
 
-def _step_schedulers(plan: Plan, training: Training, rates: Iterable[ScheduledRate], count: int, step: int) -> None:
+def _step_schedulers(plan: Plan, training: Training, rates: Iterable[SchedulerConfig], count: int, step: int) -> None:
     changed = False
     for rate in rates:
-        if count % rate.frequency == 0 and not rate.needs_metric and training.is_automatic:
+        if rate.is_point(count) and not rate.needs_metric and training.is_automatic:
             _step_alone(rate.scheduler)
             changed = True
     if changed:

@@ -27,8 +27,8 @@ class RunReadings:
     settings: Settings
     """What the arguments mean."""
     _run: Run | None
-    _last_run: Run | None
-    _ended_run: Run | None
+    _newest_run: Run | None
+    _newest_fit: Run | None
 
     @property
     def process(self) -> ProcessState:
@@ -48,13 +48,13 @@ class RunReadings:
     @property
     def error(self) -> BaseException | None:
         """The exception that is ending the run, or that ended the last one."""
-        run = self._run or self._ended_run
+        run = self._newest_run
         return None if run is None else run.error
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run was asked to end, None while it was not."""
-        run = self._run or self._ended_run
+        """Why the run ended or will end: a limit that was reached, or what `stop` was given. None while it goes on."""
+        run = self._newest_run
         return None if run is None else run.stop_reason
 
     @property
@@ -98,16 +98,14 @@ class RunReadings:
     @property
     def has_validation(self) -> bool:
         """Whether the training run validates."""
-        run = self._run or self._last_run
+        run = self._run or self._newest_fit
         return run is not None and run.training is not None and run.training.validation is not None
 
     @property
-    def num_validation_batches(self) -> int | None:
-        """Batches of one validation, None without one or where a loader has no length."""
+    def num_evaluation_batches(self) -> int | None:
+        """Batches of the evaluation that runs, None where none does or a loader has no length."""
         run = self._run
-        if run is None or run.training is None or run.training.validation is None:
-            return None
-        return run.training.validation.num_batches
+        return None if run is None or run.evaluation is None else run.evaluation.num_batches
 
     @property
     def data_wait_seconds(self) -> float:
@@ -117,12 +115,19 @@ class RunReadings:
             return 0.0
         return training.wait_seconds + (training.reader.wait_seconds if training.reader else 0.0)
 
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """The task's `training_step` as the loop calls it, in the run's precision. Fires no event."""
+        training = self._newest("training_step").training
+        if training is None:
+            raise ConfigError("trainer.training_step before the first fit: there is no training to do a step of.")
+        return training.step(batch, batch_idx)
+
     def unwrapped_model(self) -> nn.Module:
         """The task without what strategy and compiler put around it."""
         return self.strategy.unwrap(self._newest("unwrapped_model").model)
 
     def _newest(self, what: str) -> Run:
-        run = self._run or self._last_run
+        run = self._run or self._newest_fit or self._newest_run
         if run is None:
             raise ConfigError(f"trainer.{what} before the first run: call fit, validate, test or predict.")
         return run

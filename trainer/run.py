@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..callbacks.bus import Emit, Event
-from ..callbacks.callback import Callback, ControlFlow
+from ..callbacks.callback import Callback, ControlFlow, EndEpoch, SkipBatch, StopRun
 from ..callbacks.intervals import Schedule
 from ..callbacks.limits import Limits
 from ..callbacks.state import RunState
@@ -27,7 +27,7 @@ from ..strategies.strategy import Strategy
 from ..trackers.group import TrackerGroup
 from .loss import WindowLoss
 from .metrics import MetricLog, to_numbers
-from .optimization import ScheduledRate
+from .optimization import SchedulerConfig
 from .task import Task
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ class Training:
     remainder: Remainder
     is_automatic: bool
     optimizers: list[Optimizer]
-    gated: list[GatedOptimizer]
-    schedulers: list[ScheduledRate]
+    schedulers: list[SchedulerConfig]
     limits: Limits
     clip_norm: float | None
     clip_value: float | None
@@ -79,8 +78,8 @@ class Training:
     val_schedule: Schedule
     validation: EvaluationData | None
     sanity_batches: int
-    parameters: list[nn.Parameter]
-    """Those that the optimizers train."""
+    step: Callable[[Any, int], Any]
+    """`training_step`, in the run's precision."""
     count_samples: Callable[[Any], int | None]
     """Samples in a batch."""
     counts_tokens: bool
@@ -89,6 +88,10 @@ class Training:
     """Whether the token counter has to be exact at each step."""
     moves: bool
     """Whether batches have to be moved to the device."""
+    gated: list[GatedOptimizer] = field(default_factory=list)
+    """The optimizers as a task in manual mode sees them."""
+    parameters: list[Tensor] = field(default_factory=list)
+    """Those that the optimizers train."""
     loss: WindowLoss = field(default_factory=WindowLoss)
     reader: WindowReader | None = None
     """The windows of the running epoch."""
@@ -104,16 +107,24 @@ class Training:
     """The micro-step of the newest step record."""
     last_values: dict[str, Any] = field(default_factory=dict)
     """What the newest window logged, where the run's last step is to be recorded."""
-    step_schedulers: list[ScheduledRate] = field(init=False)
-    epoch_schedulers: list[ScheduledRate] = field(init=False)
-    inner_limits: bool = field(init=False)
-    """Whether a limit may be reached inside an epoch."""
+    step_schedulers: list[SchedulerConfig] = field(init=False)
+    epoch_schedulers: list[SchedulerConfig] = field(init=False)
 
     def __post_init__(self) -> None:
         self.step_schedulers = [rate for rate in self.schedulers if rate.interval == "step"]
         self.epoch_schedulers = [rate for rate in self.schedulers if rate.interval == "epoch"]
-        whole = self.limits.max_epochs is None or self.limits.max_epochs.amount == int(self.limits.max_epochs.amount)
-        self.inner_limits = not whole or self.limits.max_steps is not None or self.limits.max_time is not None
+
+    def windows_of(self, epoch: int, loader: PreparedLoader) -> WindowReader:
+        """The windows of one epoch. A window is left open only where another epoch can close it."""
+        limit = self.limits.max_epochs
+        is_last = limit is not None and epoch + 1 >= limit.amount
+        return WindowReader(
+            loader,
+            self.window_size,
+            remainder="flush" if self.remainder == "carry" and is_last else self.remainder,
+            carried=self.carried,
+            limit=self.batch_limit,
+        )
 
 
 @dataclass(slots=True)
@@ -128,13 +139,13 @@ class Run:
     state: RunState
     strategy: Strategy
     trackers: TrackerGroup
-    metrics: MetricLog
+    training_log: MetricLog
     """What is logged in training."""
     log: MetricLog
     """What is logged in the stage that runs: training's, or that of the evaluation inside it."""
-    step_function: Callable[..., Any]
-    """`training_step`, or the step of the evaluation."""
     training: Training | None = None
+    evaluation: EvaluationData | None = None
+    """What the evaluation that runs goes through."""
     error: BaseException | None = None
     """The exception that is ending the run."""
     stop_reason: str | None = None
@@ -200,10 +211,8 @@ class Run:
         return Paired(self, start, end, end_values)
 
     def record(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """Make one record of logged values: bring them to the host, show them to callbacks, send them to the
-        trackers.
-        """
-        self.settle_tokens()
+        """Make one record of logged values: on the host, shown to callbacks, sent to the trackers."""
+        self.read_tokens()
         metrics = to_numbers(values)
         step = self.state.step
         metrics["epoch"] = self.state.epochs_done
@@ -212,7 +221,7 @@ class Run:
         self.remember(metrics)
         return metrics
 
-    def settle_tokens(self) -> None:
+    def read_tokens(self) -> None:
         """Bring the tokens that were counted on the device into the counter."""
         if self.training is not None and isinstance(self.training.tokens, Tensor):
             self.state.tokens += int(self.training.tokens.item())
@@ -263,9 +272,14 @@ def refused(*kinds: type[ControlFlow]) -> Iterator[None]:
         raise misplaced(error) from error
 
 
+PLACES: dict[type[ControlFlow], str] = {
+    SkipBatch: "on_batch_start, training_step, on_before_backward or on_before_step",
+    EndEpoch: "an event of a batch of training, or in training_step",
+    StopRun: "an event inside fit, or in training_step",
+}
+"""Where control flow may be raised."""
+
+
 def misplaced(error: ControlFlow) -> ConfigError:
     """The error that takes the place of control flow which nobody can serve."""
-    return ConfigError(
-        f"{type(error).__name__} was raised where there is nothing to skip or end by it. Its docstring says where it "
-        "may be raised."
-    )
+    return ConfigError(f"{type(error).__name__} has no effect where it was raised. Raise it in {PLACES[type(error)]}.")

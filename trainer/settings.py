@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from ..callbacks.intervals import Duration, Interval
 from ..callbacks.limits import Limits
@@ -29,7 +29,7 @@ class Settings:
     sanity_val_batches: int
     batch_limits: Mapping[str, int | float]
     overfit_batches: int | None
-    is_fast_dev_run: bool
+    is_fast_dev_run: bool = False
     compiles: bool
     seed: int | None
     is_deterministic: bool
@@ -53,66 +53,45 @@ class Settings:
             if "train" in self.batch_limits:
                 raise ConfigError(
                     f"overfit_batches={self.overfit_batches} and limit_batches for 'train' both limit the training "
-                    "batches. "
-                    "Give one of them."
+                    "batches. Give one of them."
                 )
         if self.seed is not None and not (_is_integer(self.seed) and 0 <= self.seed < 2**32):
             raise ConfigError(f"seed={self.seed!r}. Expected an integer from 0 to 2**32 - 1, or None.")
         if self.name is not None and (not self.name or Path(self.name).name != self.name or self.name in (".", "..")):
             raise ConfigError(f"name={self.name!r}. Expected the name of one folder, below project_dir.")
 
-    @classmethod
-    def read(
-        cls,
-        *,
-        limits: Limits,
-        devices: int | str,
-        num_nodes: int,
-        fast_dev_run: bool | int,
-        val_every: Any,
-        log_every: Any,
-        limit_batches: Any,
-        **others: Any,
-    ) -> Settings:
-        """The settings of the arguments.
-
-        Raises:
-            ConfigError: one can't be used; says which, and what is accepted.
-        """
-        _check_one_device(devices, num_nodes)
-        val_interval = Interval.parse(val_every, unit="steps", option="val_every")
-        batch_limits = read_batch_limits(limit_batches)
-        sanity = others.pop("sanity_val_batches")
-        num_tried = _read_fast_dev_run(fast_dev_run)
-        if num_tried:
-            limits = Limits(max_epochs=Duration(1, "epochs"))
-            batch_limits = {**read_batch_limits(num_tried), **{s: 0 for s, n in batch_limits.items() if n == 0}}
-            val_interval = Interval.parse("1 epoch", unit="steps", option="val_every")
-            sanity = 0
-            others["overfit_batches"] = None
-        return cls(
-            limits=limits,
-            remainder=others.pop("accumulate_across_epochs"),
-            val_interval=val_interval,
-            log_interval=Interval.parse(log_every, unit="steps", option="log_every"),
-            sanity_val_batches=sanity,
-            batch_limits=batch_limits,
-            is_fast_dev_run=bool(num_tried),
-            compiles=others.pop("compile"),
-            is_deterministic=others.pop("deterministic"),
-            project_dir=Path(others.pop("project_dir")),
-            **others,
+    def for_dev_run(self, num_batches: int) -> Settings:
+        """These settings for a run that tries everything on so many batches of each stage."""
+        left_out = {stage: 0 for stage, limit in self.batch_limits.items() if limit == 0}
+        return replace(
+            self,
+            limits=Limits(max_epochs=Duration(1, "epochs")),
+            batch_limits={**read_batch_limits(num_batches), **left_out},
+            val_interval=Interval((Duration(1, "epochs"),)),
+            sanity_val_batches=0,
+            overfit_batches=None,
+            is_fast_dev_run=True,
         )
 
 
-def _read_fast_dev_run(value: bool | int) -> int:
+def read_fast_dev_run(value: bool | int) -> int:
+    """The batches of each stage that are tried, 0 for a run in earnest.
+
+    Raises:
+        ConfigError: it is neither a truth value nor a number of batches.
+    """
     if isinstance(value, bool):
         return int(value)
     _check_count("fast_dev_run", value, least=0)
     return value
 
 
-def _check_one_device(devices: int | str, num_nodes: int) -> None:
+def check_one_device(devices: int | str, num_nodes: int) -> None:
+    """This version trains on one device of one machine.
+
+    Raises:
+        ConfigError: more are asked for.
+    """
     if devices not in ("auto", 1, "1") or isinstance(devices, bool):
         raise ConfigError(f"devices={devices!r}. This version trains on one device: leave it out, or give 'auto' or 1.")
     if num_nodes != 1 or isinstance(num_nodes, bool):

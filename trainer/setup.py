@@ -16,14 +16,14 @@ from ..callbacks.state import RunState
 from ..data.loader import PreparedLoader
 from ..data.sizes import find_batch_size
 from ..distributed.errors import ConfigError, DataError, TaskError
-from ..strategies.optimizer import GatedOptimizer
+from ..strategies.optimizer import parameters_of
 from .evaluation import Stage
 from .loaders import batches_allowed, evaluation_data, first_batches, training_loader
 from .metrics import MetricLog
 from .optimization import Optimization, configure
 from .run import EvaluationData, Run, Training
 from .settings import Settings
-from .signature import batch_function
+from .signature import bind_step
 from .task import Task
 
 if TYPE_CHECKING:
@@ -41,9 +41,8 @@ def check_task(task: object) -> Task:
     if isinstance(task, type) and issubclass(task, Task):
         raise TaskError(f"task={task.__name__} is a class. Pass an object: {task.__name__}(...).")
     raise TaskError(
-        f"task is a {type(task).__name__}. Expected a loopwright.Task; wrap the module in one that has "
-        "training_step and "
-        "configure_optimizers."
+        f"task is a {type(task).__name__}. Expected a loopwright.Task; wrap the module in one that has training_step "
+        "and configure_optimizers."
     )
 
 
@@ -54,13 +53,10 @@ def overrides(task: Task, method: str) -> bool:
 
 def start_run(trainer: Trainer, task: Task, stage: str) -> Run:
     """A run that has its callbacks, trackers and counters; nothing is placed and no event has fired."""
-    metrics = MetricLog(stage, trainer.progress_metrics)
-    state = RunState(stage=stage)
-    for function in trainer.functions:
-        function.reset(state)
+    log = MetricLog(stage, trainer.progress_metrics)
     run = Run(
-        trainer=trainer, task=task, model=task, events={}, state=state, strategy=trainer.strategy,
-        trackers=trainer.tracker_group, metrics=metrics, log=metrics, step_function=task.predict_step,
+        trainer=trainer, task=task, model=task, events={}, state=RunState(stage=stage), strategy=trainer.strategy,
+        trackers=trainer.tracker_group, training_log=log, log=log,
     )  # fmt: skip
     rebind(run)
     return run
@@ -72,10 +68,15 @@ def rebind(run: Run) -> None:
     run.events.update(bind(run.callbacks, functions, run.trainer, run.task))
 
 
-def place(run: Run, optimizers: list[Optimizer]) -> list[Optimizer]:
-    """Put the task with its optimizers where it computes."""
-    run.model, placed = run.strategy.setup(run.task, optimizers)
-    return placed
+def place(run: Run, training: Training) -> None:
+    """Put the task with its optimizers where it computes, and make the optimizers known to the accelerator."""
+    run.model, training.optimizers = run.strategy.setup(run.task, training.optimizers)
+    training.parameters = [p for optimizer in training.optimizers for p in parameters_of(optimizer)]
+    preparation = run.trainer.accelerator.preparation
+    preparation.optimizers.clear()
+    training.gated = [preparation.optimizer(optimizer) for optimizer in training.optimizers]
+    for gated in training.gated:
+        gated.before_step = partial(_announce_step, run)
 
 
 def build_model(task: Task, compiles: bool) -> None:
@@ -89,11 +90,9 @@ def build_model(task: Task, compiles: bool) -> None:
                 module.compile()
 
 
-def prepare_training(run: Run, settings: Settings, train: Any, val: Any, *, places: bool = True) -> Training:
-    """Everything that `fit` needs, checked before anything runs.
+def prepare_training(run: Run, settings: Settings, train: Any, val: Any) -> Training:
+    """Everything that `fit` needs, checked before anything runs. Nothing is placed yet: see `place`.
 
-    Args:
-        places: whether to place the model where it computes; a plan does not.
     Raises:
         ConfigError: settings that contradict each other or the task.
         TaskError: a hook is missing or returns what can't be used.
@@ -108,17 +107,8 @@ def prepare_training(run: Run, settings: Settings, train: Any, val: Any, *, plac
     check_hooks(task, settings, validation)
     build_model(task, settings.compiles)
     found = configure(task)
-    optimizers = place(run, found.optimizers) if places else found.optimizers
-    run.step_function = batch_function(task.training_step)
     run.state.batches_per_epoch = num_batches
-    training = _training(
-        run, settings, loader, limit, num_batches, validation, Optimization(optimizers, found.schedulers)
-    )
-    for optimizer in training.gated:
-        optimizer.before_step = partial(_announce_step, run)
-    # A task in manual mode clips by `self.trainer.accelerator`, which unscales the optimizers that it knows.
-    run.trainer.accelerator.preparation.optimizers[:] = training.gated
-    return training
+    return _training(run, settings, loader, limit, num_batches, validation, found)
 
 
 def _announce_step(run: Run, optimizer: Optimizer) -> bool:
@@ -136,7 +126,6 @@ def _training(
 ) -> Training:  # fmt: skip
     task, state = run.task, run.state
     intervals = (settings.val_interval, settings.log_interval)
-    parameters = [p for optimizer in found.optimizers for group in optimizer.param_groups for p in group["params"]]
     return Training(
         loader=loader,
         num_batches=num_batches,
@@ -145,7 +134,6 @@ def _training(
         remainder=settings.remainder,
         is_automatic=task.automatic_optimization,
         optimizers=found.optimizers,
-        gated=[GatedOptimizer(optimizer, run.strategy) for optimizer in found.optimizers],
         schedulers=found.schedulers,
         limits=settings.limits,
         clip_norm=settings.clip_norm,
@@ -154,7 +142,7 @@ def _training(
         val_schedule=Schedule(settings.val_interval if validation else Interval(), state),
         validation=validation,
         sanity_batches=settings.sanity_val_batches,
-        parameters=parameters,
+        step=bind_step(task.training_step, run.precision),
         count_samples=task.count_samples if overrides(task, "count_samples") else find_batch_size,
         counts_tokens=overrides(task, "count_tokens"),
         needs_tokens=any(d.unit == "tokens" for i in intervals for d in i.every)
@@ -198,11 +186,10 @@ def _check_epoch(settings: Settings, num_batches: int | None, validation: Evalua
         if num_batches is None and interval.needs_epoch_length:
             raise DataError(
                 f"{option}='{interval}' is a fraction of an epoch, but the training loader has no length. Count in "
-                "steps, "
-                "samples or time, or give the loader a __len__."
+                "steps, samples or time, or give the loader a __len__."
             )
     limit = settings.limits.max_epochs
-    if num_batches is None and limit is not None and limit.amount != int(limit.amount):
+    if num_batches is None and limit is not None and not limit.is_whole:
         raise DataError(f"max_epochs={limit.amount:g} ends inside an epoch, but the training loader has no length.")
     if num_batches is not None and num_batches < settings.accumulate and settings.remainder == "flush":
         warnings.warn(
@@ -248,8 +235,7 @@ def check_hooks(task: Task, settings: Settings, validation: EvaluationData | Non
             if value is not None:
                 raise ConfigError(
                     f"{option}={value} has no effect in manual optimization. Do it in training_step: step every so "
-                    "many "
-                    "batches, or call self.trainer.accelerator.clip_grad_norm_(...)."
+                    "many batches, or call self.trainer.accelerator.clip_grad_norm_(...)."
                 )
 
 
@@ -272,5 +258,5 @@ def prepare_evaluation(run: Run, settings: Settings, stage: Stage, data: Any) ->
         raise DataError(f"there is no {stage.name} data. Pass it, or give the task a {short}_dataloader().")
     found = evaluation_data(data, stage.name, settings.batch_limits.get(short), run.strategy)
     build_model(task, settings.compiles)
-    place(run, [])
+    run.model, _ = run.strategy.setup(task, [])
     return found

@@ -7,6 +7,24 @@ from collections.abc import Callable
 from typing import Any
 
 from ..distributed.errors import TaskError
+from ..strategies.precision import Precision
+
+
+def bind_step(step: Callable[..., Any], precision: Precision, dataloader_idx: int = 0) -> Callable[[Any, int], Any]:
+    """A task's step as the loops call it: with a batch and its index, in the run's precision.
+
+    Raises:
+        TaskError: it takes other arguments.
+    """
+    called = batch_function(step, dataloader_idx)
+    if not precision.autocasts:
+        return called
+
+    def in_autocast(batch: Any, index: int) -> Any:
+        with precision.autocast():
+            return called(batch, index)
+
+    return in_autocast
 
 
 def batch_function(step: Callable[..., Any], dataloader_idx: int = 0) -> Callable[[Any, int], Any]:

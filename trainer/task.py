@@ -128,12 +128,11 @@ class Task(nn.Module):
             MetricError: the value is no single number, the options differ from those of earlier calls, or the batch's
                 number of samples can't be told.
         """
-        log = self.__dict__.get("_log")
-        if log is None:
+        if self._trainer is None:
             raise TaskError(
                 f"self.log({name!r}, ...) outside of fit, validate, test and predict. There is no record to go to."
             )
-        log(
+        self._trainer.log(
             name, value, on_step=on_step, on_epoch=on_epoch, reduce=reduce,
             batch_size=batch_size, progress_bar=progress_bar, sync=sync,
         )  # fmt: skip
@@ -211,7 +210,7 @@ class Task(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle of the task takes its run along otherwise.
-        return {key: value for key, value in self.__dict__.items() if key not in ("_trainer", "_log")}
+        return {key: value for key, value in self.__dict__.items() if key != "_trainer"}
 
     def _missing(self, hook: str, caller: str) -> TaskError:
         return TaskError(f"{type(self).__name__} has no {hook}, which {caller} needs. Override it in the task.")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..callbacks.callback import Callback, EndEpoch, SkipBatch, StopRun
 from ..callbacks.functional import FilteredFunction, find_event
+from ..callbacks.intervals import Interval
 from ..callbacks.limits import Limits
 from ..callbacks.order import sort_callbacks
 from ..callbacks.state import RunState
@@ -28,12 +29,13 @@ from ..trackers.tracker import RunInfo, Status, Tracker
 from . import loop
 from .accelerator import Accelerator
 from .evaluation import PREDICT, TEST, VALIDATION, Stage, evaluate, predict
+from .loaders import read_batch_limits
 from .modes import deterministic_algorithms, training_mode
 from .plan import Plan, make_plan
 from .readings import RunReadings
 from .run import Run, refused
-from .settings import Settings
-from .setup import check_task, prepare_evaluation, prepare_training, rebind, start_run
+from .settings import Settings, check_one_device, read_fast_dev_run
+from .setup import check_task, place, prepare_evaluation, prepare_training, rebind, start_run
 from .task import Task
 
 
@@ -108,13 +110,26 @@ class Trainer(RunReadings):
             key: value for key, value in locals().items() if key not in ("self", "callbacks", "trackers", "__class__")
         }
         """The arguments, as trackers are told of them; the command line adds the rest of its file."""
-        self.settings = Settings.read(
-            limits=Limits.parse(max_epochs, max_steps, max_time), devices=devices, num_nodes=num_nodes, compile=compile,
-            accumulate=accumulate, accumulate_across_epochs=accumulate_across_epochs, clip_norm=clip_norm,
-            clip_value=clip_value, val_every=val_every, sanity_val_batches=sanity_val_batches,
-            limit_batches=limit_batches, overfit_batches=overfit_batches, fast_dev_run=fast_dev_run,
-            log_every=log_every, seed=seed, deterministic=deterministic, project_dir=project_dir, name=name,
-        )  # fmt: skip
+        check_one_device(devices, num_nodes)
+        settings = Settings(
+            limits=Limits.parse(max_epochs, max_steps, max_time),
+            accumulate=accumulate,
+            remainder=accumulate_across_epochs,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            val_interval=Interval.parse(val_every, unit="steps", option="val_every"),
+            log_interval=Interval.parse(log_every, unit="steps", option="log_every"),
+            sanity_val_batches=sanity_val_batches,
+            batch_limits=read_batch_limits(limit_batches),
+            overfit_batches=overfit_batches,
+            compiles=compile,
+            seed=seed,
+            is_deterministic=deterministic,
+            project_dir=Path(project_dir),
+            name=name,
+        )
+        num_tried = read_fast_dev_run(fast_dev_run)
+        self.settings = settings.for_dev_run(num_tried) if num_tried else settings
         if seed is not None:
             set_seed(seed)  # so that a task which is built after the Trainer has the same weights each time
         self.accelerator = Accelerator(
@@ -131,8 +146,8 @@ class Trainer(RunReadings):
         """The newest values that were logged with `progress_bar=True`, on their devices: reading one may wait."""
         self.state = RunState()
         self._run: Run | None = None
-        self._last_run: Run | None = None  # of fit
-        self._ended_run: Run | None = None  # of any kind
+        self._newest_run: Run | None = None
+        self._newest_fit: Run | None = None
         self._run_directory: Path | None = None
         self._used_directories: set[Path] = set()
         self._info: RunInfo | None = None
@@ -153,6 +168,7 @@ class Trainer(RunReadings):
         with ExitStack() as stack:
             run = self._start(stack, task, "train")
             training = run.training = prepare_training(run, self.settings, train, val)
+            place(run, training)
             self._open_trackers(run)
             stack.enter_context(training_mode(run.task))
             loop.fit(run, training)
@@ -198,9 +214,8 @@ class Trainer(RunReadings):
         check_task(task)
         if self._run is not None:
             raise ConfigError(
-                f"this Trainer is running {self._run.state.stage} of {type(self._run.task).__name__} already. Use "
-                "another "
-                "Trainer inside it."
+                f"this Trainer is running {self._run.state.stage} of {type(self._run.task).__name__} already. "
+                "Use another Trainer inside it."
             )
         if self.settings.seed is not None:
             set_seed(self.settings.seed)
@@ -218,29 +233,30 @@ class Trainer(RunReadings):
 
     def _begin(self, task: Task, stage: str) -> Run:
         run = start_run(self, task, stage)
+        for function in self.functions:
+            function.reset(run.state)
         if stage == "train":
             self.metrics.clear()
             self._run_directory = self._new_directory(task)
-        elif self._last_run is not None:
-            run.state.adopt(self._last_run.state)  # an evaluation after training belongs to its last step
+        elif self._newest_fit is not None:
+            run.state.adopt(self._newest_fit.state)  # an evaluation after training belongs to its last step
         self.progress_metrics.clear()
         self.state = run.state
-        self._run = run
-        task.__dict__["_trainer"], task.__dict__["_log"] = self, run.log.log
+        self._run = self._newest_run = run
+        task.__dict__["_trainer"] = self
         return run
 
     def _finish(self, run: Run) -> None:
-        self._ended_run = run
         if run.training is not None:
-            self._last_run = run
+            self._newest_fit = run
             for optimizer in run.training.optimizers:
                 run.precision.forget(optimizer)  # what an exception left unscaled in the middle of a step
         status: Status = "success"
         if run.error is not None:
             status = "interrupted" if isinstance(run.error, KeyboardInterrupt) else "failed"
         run.trackers.finish(status)
-        for name in ("_trainer", "_log"):
-            run.task.__dict__.pop(name, None)
+        run.task.__dict__.pop("_trainer", None)
+        run.strategy.teardown()
         run.state.pause()
         run.state.stage = "idle"
         run.gradient_state.sync_gradients = True

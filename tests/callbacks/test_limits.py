@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import time
 from typing import Any
@@ -101,6 +102,6 @@ class TestRunState:
         other.adopt(state)
         assert other.counters() == state.counters()
         assert other.stage == "idle"
-        copy = state.copy()
+        copy = dataclasses.replace(state)
         copy.step += 1
         assert state.step == 4

@@ -462,7 +462,7 @@ class TestSkipBatch:
     def test_too_late_or_elsewhere_is_an_error(self, event: str) -> None:
         recorder = Recorder()
         found = trainer(callbacks=[recorder, Watch(**{event: raising(SkipBatch(), 0)})], log_every=1)
-        with pytest.raises(ConfigError, match="SkipBatch was raised where there is nothing to skip"):
+        with pytest.raises(ConfigError, match=r"SkipBatch has no effect where it was raised\. Raise it in on_batch"):
             found.fit(Logged(), ones(2), ones(1))
         balanced(recorder)
         assert recorder.count("exception") == 1
@@ -553,7 +553,7 @@ class TestEndEpoch:
     @pytest.mark.parametrize("event", ["fit_start", "epoch_start", "epoch_end", "fit_end"])
     def test_elsewhere_is_an_error(self, event: str) -> None:
         recorder = Recorder()
-        with pytest.raises(ConfigError, match="EndEpoch was raised where there is nothing"):
+        with pytest.raises(ConfigError, match=r"EndEpoch has no effect where it was raised\. Raise it in an"):
             fit(Scalar(), ones(2), callbacks=[recorder, Watch(**{event: raising(EndEpoch(), 0)})])
         balanced(recorder)
         assert recorder.count("exception") == 1
@@ -620,7 +620,7 @@ class TestStopRun:
         name = {"validate": "validation"}.get(stage, stage)
         recorder = Recorder()
         found = trainer(callbacks=[recorder, Watch(**{f"{name}_batch_start": raising(error, 0)})])
-        with pytest.raises(ConfigError, match=f"{error.__name__} was raised where there is nothing"):
+        with pytest.raises(ConfigError, match=f"{error.__name__} has no effect where it was raised"):
             getattr(found, stage)(Scalar(), ones(2))
         assert recorder.count("exception") == recorder.count("teardown") == 1
 

@@ -93,8 +93,8 @@ class TestLimits:
     @pytest.mark.parametrize(
         ("limits", "steps", "reason"),
         [
-            ({"max_epochs": 2}, 10, None),
-            ({"max_epochs": "2 epochs"}, 10, None),
+            ({"max_epochs": 2}, 10, "2 epochs reached"),
+            ({"max_epochs": "2 epochs"}, 10, "2 epochs reached"),
             ({"max_epochs": 1.4}, 7, "1.4 epochs reached"),
             ({"max_steps": 4}, 4, "4 steps reached"),
             ({"max_steps": 7}, 7, "7 steps reached"),
@@ -106,7 +106,7 @@ class TestLimits:
             ({"max_steps": 5, "max_epochs": 2}, 5, "5 steps reached"),
         ],
     )
-    def test_the_first_that_is_reached_ends_the_run(self, limits: Any, steps: int, reason: str | None) -> None:
+    def test_the_first_that_is_reached_ends_the_run(self, limits: Any, steps: int, reason: str) -> None:
         found = fit(Scalar(), [torch.ones(2)] * 5, **limits)
         assert (found.state.step, found.stop_reason) == (steps, reason)
 
@@ -192,7 +192,7 @@ class TestStop:
         found = trainer()
         found.stop("early")
         found.fit(Scalar(), ones(2))
-        assert (found.state.step, found.stop_reason) == (2, None)
+        assert (found.state.step, found.stop_reason) == (2, "1 epoch reached")
 
 
 class TestReuse:
@@ -236,13 +236,13 @@ class TestReuse:
         assert task.value == -2  # no gradient of the run that failed, and none that is still scaled
         assert found.error is None
 
-    def test_a_window_left_open_does_not_reach_the_next_run(self) -> None:
+    def test_a_window_left_open_is_stepped_on_at_the_end_of_the_run(self) -> None:
         task = Scalar()
         found = trainer(accumulate=4, max_steps="6 batches", accumulate_across_epochs="carry")
         for _ in range(2):
             task.w.data.zero_()
             found.fit(task, batches(1, 1, 1, 1, 64, 64))
-            assert task.value == -1  # the run ends in the middle of its second window
+            assert task.value == -65  # the rest of the data is a window of two
 
     def test_metrics_are_those_of_the_newest_run(self) -> None:
         found = trainer()
@@ -692,7 +692,7 @@ def test_validation_batches_are_known_while_it_runs() -> None:
     seen: list[Any] = []
 
     def look(trainer: Any, *_: Any) -> None:
-        seen.append(trainer.num_validation_batches)
+        seen.append(trainer.num_evaluation_batches)
 
     class Stream:
         def __iter__(self) -> Any:
@@ -705,6 +705,12 @@ def test_validation_batches_are_known_while_it_runs() -> None:
         (Stream(), None),
         (None, 1),
     ]:
-        fit(Scalar(), ones(2), val, callbacks=Watch(fit_start=look), limit_batches={"val": limit} if limit else None)
-    fit(Scalar(), ones(2), Stream(), callbacks=Watch(fit_start=look), limit_batches={"val": 2})
-    assert seen == [3, 2, 7, None, None, 2]
+        fit(
+            Scalar(),
+            ones(2),
+            val,
+            callbacks=Watch(validation_start=look),
+            limit_batches={"val": limit} if limit else None,
+        )
+    fit(Scalar(), ones(2), Stream(), callbacks=Watch(validation_start=look), limit_batches={"val": 2})
+    assert seen == [3, 2, 7, None, 2]

@@ -388,7 +388,7 @@ class TestValues:
 
         class Looks(Callback):
             def on_batch_end(self, trainer: Any, task: Any, outputs: Any) -> None:
-                entries = trainer._run.metrics.metrics["a"].entries
+                entries = trainer._run.training_log.metrics["a"].entries
                 assert all(not value.requires_grad for _, value, _ in entries)
 
         fit(logs, ones(2), callbacks=Looks())
