@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+from ..distributed.errors import suggest
 from .callback import Callback, ControlFlow
 
 Event: TypeAlias = Callable[..., None]
@@ -44,6 +45,33 @@ def bind(
     for event, function in functions:
         handlers[event].append(function)
     return {event: _emitter(event, found, trainer, task) if found else None for event, found in handlers.items()}
+
+
+_FOREIGN = {
+    "on_train_start": "on_fit_start", "on_train_end": "on_fit_end",
+    "on_train_epoch_start": "on_epoch_start", "on_train_epoch_end": "on_epoch_end",
+    "on_train_batch_start": "on_batch_start", "on_train_batch_end": "on_batch_end",
+    "on_validation_epoch_start": "on_validation_start", "on_validation_epoch_end": "on_validation_end",
+    "on_test_epoch_start": "on_test_start", "on_test_epoch_end": "on_test_end",
+    "on_after_backward": "on_backward", "on_before_optimizer_step": "on_before_step",
+    "on_save_checkpoint": "on_save_state", "on_load_checkpoint": "on_load_state",
+}  # fmt: skip
+"""What other trainers call these events."""
+
+
+def unheard_methods(listener: object) -> Iterator[str]:
+    """What to say of each method of an object that looks like an event and is never called."""
+    cls = type(listener)
+    for name in sorted({name for base in cls.__mro__ for name in vars(base) if name.startswith("on_")}):
+        if name in EVENTS and isinstance(listener, Callback):
+            continue
+        place = f"{cls.__name__}.{name} is never called: "
+        if name in EVENTS:
+            yield place + f"only a Callback receives events. Write `class {cls.__name__}(Task, Callback)`."
+        else:
+            yield (
+                place + f"there is no such event. {suggest(_FOREIGN.get(name, name), EVENTS).partition(' Accepted')[0]}"
+            )
 
 
 def overridden(callback: Callback) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.finite import find_nonfinite_weight
-from ..distributed.errors import ConfigError
+from ..distributed.errors import ConfigError, check_integer
 from .callback import Callback
 from .file_names import SUFFIX, FileName
 from .intervals import Interval, IntervalLike, Schedule
@@ -59,10 +59,7 @@ class ModelCheckpoint(Callback):
         filename: str | None = None,
         save_on_exception: bool = True,
     ) -> None:
-        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < -1:
-            raise ConfigError(
-                f"ModelCheckpoint(top_k={top_k!r}). Expected a number of files, -1 for all, or 0 for none."
-            )
+        check_integer("ModelCheckpoint(top_k)", top_k, -1, "It is a number of files; -1 keeps all, 0 none.")
         if not last and top_k == 0:
             raise ConfigError("ModelCheckpoint(top_k=0, last=False) saves nothing. Keep one of them, or leave it out.")
         self.interval = Interval.parse(every, unit="steps", option="ModelCheckpoint(every)")

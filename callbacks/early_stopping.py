@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ..distributed.errors import ConfigError
+from ..distributed.errors import check_integer
 from .callback import Callback
 from .monitor import Mode, Monitor
 
@@ -47,8 +47,7 @@ class EarlyStopping(Callback):
         check_finite: bool = True,
     ) -> None:
         self._monitor = Monitor(monitor, mode, min_delta, owner="EarlyStopping")
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-            raise ConfigError(f"EarlyStopping(patience={patience!r}). Expected an integer >= 1: checks, not epochs.")
+        check_integer("EarlyStopping(patience)", patience, 1, "It counts checks, not epochs.")
         self.reads = (monitor,)
         self.patience = patience
         self.stopping_threshold = stopping_threshold

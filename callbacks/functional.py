@@ -51,7 +51,7 @@ class FilteredFunction:
     every: IntervalLike | None = None
     """Each n-th time, or an interval such as `"0.25 epoch"` or a list of these."""
     once: int | bool | None = None
-    """The n-th time alone; True: the first."""
+    """The n-th time alone; True: the first time that the other filters let pass."""
     before: int | None = None
     """Only while the count is below this."""
     after: int | None = None
@@ -59,6 +59,7 @@ class FilteredFunction:
     when: Callable[..., bool] | None = None
     """A predicate over the event's own arguments."""
     _fired: int = 0
+    _is_spent: bool = False
     _schedule: Schedule | None = None
     _interval: Interval | None = field(default=None, init=False)
     _only_applied: bool = field(default=False, init=False)
@@ -84,6 +85,7 @@ class FilteredFunction:
     def reset(self, state: RunState) -> None:
         """Begin a run."""
         self._fired = 0
+        self._is_spent = False
         if self._interval is not None:
             self._schedule = Schedule(self._interval, state)
 
@@ -95,6 +97,7 @@ class FilteredFunction:
         count_of = _COUNTS.get(self.event.__name__)
         count = self._fired if count_of is None else count_of(state)
         if self._passes(count, state) and (self.when is None or self.when(trainer, task, *values)):
+            self._is_spent = self.once is True
             self.function(trainer, task, *values)
 
     def _passes(self, count: int, state: RunState) -> bool:
@@ -102,7 +105,7 @@ class FilteredFunction:
             return False
         if self.after is not None and count <= self.after:
             return False
-        if self.once is not None and self.once is not False and count != int(self.once):
+        if self._is_spent or (type(self.once) is int and count != self.once):
             return False
         if self._schedule is not None:
             return self._schedule.is_due(state)

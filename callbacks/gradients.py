@@ -8,6 +8,8 @@ import torch
 
 from ..checkpoint.finite import tensor_norms
 from ..distributed.errors import ConfigError
+from ..distributed.numbers import to_numbers
+from ..strategies.optimizer import parameters_of
 from .callback import Callback
 from .intervals import Interval, IntervalLike
 
@@ -72,11 +74,8 @@ class GradientMonitor(Callback):
             self._measure(optimizer, self._total_name(trainer, optimizer))
 
     def on_log(self, trainer: TrainerView, task: TaskView, metrics: dict[str, float], step: int) -> None:
-        if self._newest:
-            device = next(iter(self._newest.values())).device
-            values = torch.stack([norm.to(device) for norm in self._newest.values()]).tolist()
-            metrics.update(zip(self._newest, values, strict=True))
-            self._newest = {}
+        metrics.update(to_numbers(self._newest))
+        self._newest = {}
 
     def _total_name(self, trainer: TrainerView, optimizer: Optimizer) -> str:
         if len(trainer.optimizers) == 1:
@@ -87,8 +86,7 @@ class GradientMonitor(Callback):
     def _measure(self, optimizer: Optimizer, total_name: str) -> None:
         gradients = {
             self._names[id(parameter)]: parameter.grad
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+            for parameter in parameters_of(optimizer)
             if parameter.grad is not None and parameter.grad.numel() > 0
         }
         norms = dict(zip(gradients, tensor_norms(gradients.values(), self.norm_type), strict=True))

@@ -225,6 +225,11 @@ class Schedule:
         return due
 
     @property
+    def is_ever_due(self) -> bool:
+        """Whether the interval names any point."""
+        return not self.interval.is_never
+
+    @property
     def is_due_at_end(self) -> bool:
         """Whether the interval names the last step."""
         return self.interval.last

@@ -95,14 +95,15 @@ class Monitor:
         """
         if trainer.error is not None or not trainer.state.epoch_ended or self._is_from_validation:
             return None
-        if self.name not in self._recorded_at:
+        if self.name not in self._recorded_at and self.name not in trainer.metrics:
             if self._has_validated or not trainer.has_validation:
                 raise self._never_logged(trainer, metrics)
             return None  # validation was not due yet
-        if self._recorded_at[self.name] != trainer.state.step:
+        if self._recorded_at.get(self.name) != trainer.state.step:
             raise MetricError(
-                f"{self._owner}(monitor={self.name!r}): it is recorded for single steps, so that the epoch has no "
-                "value of it. Log it with on_epoch=True as well, and monitor the name with the ending '_epoch'."
+                f"{self._owner}(monitor={self.name!r}): it is logged for single steps, so that the epoch has no value "
+                "of it. Log it with on_step=False, on_epoch=True; or with on_epoch=True alone, and monitor "
+                f"'{self.name}_epoch'."
             )
         return float(metrics[self.name])
 
@@ -120,5 +121,5 @@ class Monitor:
         hint = f"Names are case-sensitive: did you mean {same!r}? " if same else ""
         return MetricError(
             f"{self._owner}(monitor={self.name!r}) was never logged. {hint}{suggest(self.name, names)} "
-            "Log it in validation_step, or in training_step with on_epoch=True."
+            "Log it in validation_step, or in training_step with on_step=False, on_epoch=True."
         )

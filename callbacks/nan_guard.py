@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
 import torch
 
 from ..checkpoint.finite import all_finite
-from ..distributed.errors import ConfigError, NonFiniteError, suggest
+from ..distributed.errors import ConfigError, NonFiniteError, check_integer, suggest
+from ..strategies.optimizer import parameters_of
 from .callback import Callback, SkipBatch, StopRun
 from .intervals import Interval, IntervalLike, Schedule
 from .nan_report import Buffers, Occurrence, describe
@@ -63,8 +64,7 @@ class NaNGuard(Callback):
     ) -> None:
         if policy not in get_args(Policy):
             raise ConfigError(f"NaNGuard(policy={policy!r}). {suggest(policy, get_args(Policy))}")
-        if isinstance(max_skips, bool) or not isinstance(max_skips, int) or max_skips < 1:
-            raise ConfigError(f"NaNGuard(max_skips={max_skips!r}). Expected an integer >= 1: optimizer steps.")
+        check_integer("NaNGuard(max_skips)", max_skips, 1, "It counts optimizer steps.")
         self.policy = policy
         self.interval = None if every is None else Interval.parse(every, unit="steps", option="NaNGuard(every)")
         if policy == "skip" and self.interval is not None and not _is_each_step(self.interval):
@@ -112,8 +112,7 @@ class NaNGuard(Callback):
             raise SkipBatch
         if not self._watches_each:
             return
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not all_finite(parameter.grad for parameter in parameters if parameter.grad is not None):
+        if not all_finite(p.grad for p in parameters_of(optimizer) if p.grad is not None):
             self._act(trainer, task, "gradients are not finite")
 
     def on_step(self, trainer: TrainerView, task: TaskView, outcome: StepOutcome) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.finite import all_finite, find_nonfinite_weight, nonfinite_names
+from ..data.sizes import AmbiguousBatchSizeError, find_batch_size
+from ..distributed.nested import named_tensors
 from ..distributed.random import preserved_random_state
 
 if TYPE_CHECKING:
@@ -78,25 +80,15 @@ def describe(trainer: TrainerView, task: TaskView, occurrence: Occurrence, *, lo
 
 
 def _batch_size(batch: Any) -> int | None:
-    sizes = {len(tensor) for _, tensor in _tensors("batch", batch) if tensor.ndim > 0}
-    return sizes.pop() if len(sizes) == 1 else None
-
-
-def _tensors(name: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of nested containers, each with how it is reached."""
-    if isinstance(tree, Tensor):
-        yield name, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _tensors(f"{name}[{key!r}]", value)
-    elif isinstance(tree, (list, tuple)):
-        for index, value in enumerate(tree):
-            yield from _tensors(f"{name}[{index}]", value)
+    try:
+        return find_batch_size(batch)
+    except AmbiguousBatchSizeError:  # the report goes without
+        return None
 
 
 def _bad_inputs(batch: Any, samples_before: int) -> list[str]:
     found = []
-    for name, tensor in _tensors("batch", batch):
+    for name, tensor in named_tensors(batch, "batch"):
         if all_finite([tensor]):
             continue
         rows = (~tensor.isfinite()).flatten(1).any(1).nonzero().flatten().tolist() if tensor.ndim > 1 else []
@@ -126,8 +118,8 @@ def _first_bad_module(trainer: TrainerView, task: Any, occurrence: Occurrence) -
     found: list[str] = []
 
     def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not found and not all_finite(tensor for _, tensor in _tensors("", output)):
-            good = all_finite(tensor for _, tensor in _tensors("", inputs))
+        if not found and not all_finite(tensor for _, tensor in named_tensors(output)):
+            good = all_finite(tensor for _, tensor in named_tensors(inputs))
             state = "its input is finite" if good else "its input is not finite already"
             found.append(f"The first module with a bad output is {name!r} ({type(module).__name__}); {state}.")
 
@@ -137,7 +129,7 @@ def _first_bad_module(trainer: TrainerView, task: Any, occurrence: Occurrence) -
                 handle = module.register_forward_hook(lambda m, i, o, name=name: look(name, m, i, o))
                 hooks.callback(handle.remove)
         try:
-            task.training_step(occurrence.batch, occurrence.batch_idx)
+            trainer.training_step(occurrence.batch, occurrence.batch_idx)
         except Exception as error:  # noqa: BLE001 - it is told in the report, which must not be lost to it
             found.append(f"A second run of this batch failed: {type(error).__name__}: {error}.")
     return found[0] if found else "No module's output was bad in a second run of this batch."
@@ -150,7 +142,7 @@ def _without_trace(trainer: TrainerView, task: Any) -> Iterator[None]:
     buffers.keep(0)
     task.__dict__["log"] = lambda *values, **options: None
     try:
-        with preserved_random_state(trainer.device), torch.no_grad(), trainer.autocast(), _uncompiled():
+        with preserved_random_state(trainer.device), torch.no_grad(), _uncompiled():
             yield
     finally:
         del task.__dict__["log"]

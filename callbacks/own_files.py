@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from pathlib import Path
+
+from ..distributed.paths import free_path
 
 
 class OwnFiles:
@@ -27,9 +28,7 @@ class OwnFiles:
 
     def free_path(self, folder: Path, name: str) -> Path:
         """A path in the folder that no file has; `-v2` and so on is put behind a name that is taken."""
-        stem, suffix = Path(name).stem, Path(name).suffix
-        names = itertools.chain([name], (f"{stem}-v{number}{suffix}" for number in itertools.count(2)))
-        path = next(folder / candidate for candidate in names if not (folder / candidate).exists())
+        path = free_path(folder / name, mark="-v")
         if path.name != name and folder / name not in self.paths:
             warnings.warn(
                 f"{self._owner}: {str(folder / name)!r} is of another run; this one writes {path.name!r}.", stacklevel=2

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from tqdm.std import tqdm
 
 from ..distributed.imports import is_installed
-from .progress_work import Work, format_number, read_numbers
+from ..distributed.numbers import to_numbers
+from .progress_work import Work, format_number
 
 if TYPE_CHECKING:
     from .state import RunState
@@ -87,7 +88,7 @@ class BarDisplay:
         bar.start_t += skipped
         bar.last_print_t += skipped
         self._paused_seconds = work.paused_seconds
-        numbers = read_numbers(trainer.progress_metrics)
+        numbers = to_numbers(trainer.progress_metrics)
         bar.set_postfix_str(", ".join(f"{name}={format_number(n)}" for name, n in numbers.items()), refresh=False)
         bar.update(work.done - bar.n)
 

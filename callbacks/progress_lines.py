@@ -6,8 +6,9 @@ import math
 import time
 from typing import TYPE_CHECKING, TextIO
 
+from ..distributed.numbers import to_numbers
 from .intervals import Interval, Schedule
-from .progress_work import Work, format_number, format_seconds, read_numbers, seconds_left
+from .progress_work import Work, format_number, format_seconds, seconds_left
 
 if TYPE_CHECKING:
     from .state import RunState
@@ -83,6 +84,6 @@ class LineDisplay:
             parts.append(f"{format_number(pace)} batches/s")
         if self._schedule is not None and (left := seconds_left(trainer)) is not None:
             parts.append(f"left {format_seconds(left)}")
-        parts += [f"{name} {format_number(n)}" for name, n in read_numbers(trainer.progress_metrics).items()]
+        parts += [f"{name} {format_number(n)}" for name, n in to_numbers(trainer.progress_metrics).items()]
         print("  ".join(parts), file=self._stream, flush=True)
         self._last_time, self._is_behind = time.monotonic(), False

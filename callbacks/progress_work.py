@@ -5,11 +5,8 @@ from __future__ import annotations
 import datetime
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from .intervals import Duration
@@ -123,19 +120,6 @@ def seconds_left(trainer: TrainerView) -> float | None:
     state = trainer.state
     share = max((limit.count(state) / limit.amount for limit in trainer.limits.durations), default=0.0)
     return state.seconds * (1 - share) / share if 0 < share <= 1 else None
-
-
-def read_numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Tensors and numbers as floats, with one transfer per device. Waits for the device: call it seldom."""
-    on_device: dict[torch.device, list[str]] = {}
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor):
-            on_device.setdefault(value.device, []).append(name)
-    numbers: dict[str, float] = {}
-    for names in on_device.values():
-        together = torch.stack([values[name].detach().reshape(()).float() for name in names])
-        numbers.update(zip(names, together.tolist(), strict=True))
-    return {name: numbers[name] if name in numbers else float(value) for name, value in values.items()}
 
 
 def format_number(value: float) -> str:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..distributed.errors import ConfigError
+from ..distributed.errors import check_integer
+from ..distributed.units import size_bytes
 from .callback import Callback
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class ModelSummary(Callback):
     """
 
     def __init__(self, max_depth: int = 1) -> None:
-        _check_depth(max_depth)
+        check_integer("max_depth", max_depth, -1, "-1 shows everything, 0 the totals alone.")
         self._max_depth = max_depth
 
     def on_fit_start(self, trainer: TrainerView, task: TaskView) -> None:
@@ -51,7 +52,7 @@ def summarize(model: nn.Module, max_depth: int = 1) -> str:
     Raises:
         ConfigError: `max_depth` is below -1.
     """
-    _check_depth(max_depth)
+    check_integer("max_depth", max_depth, -1, "-1 shows everything, 0 the totals alone.")
     own = _Count.of(model.parameters(recurse=False))
     rows = list(_rows(model, max_depth))
     if own.tensors and rows:
@@ -132,13 +133,8 @@ def _sizes(tensors: list[Tensor] | list[nn.Parameter]) -> str:
     sizes: Counter[str] = Counter()
     for tensor in tensors:
         if not is_lazy(tensor):
-            sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel() * tensor.dtype.itemsize
+            sizes[str(tensor.dtype).removeprefix("torch.")] += size_bytes([tensor])
     total = f"{sizes.total() / 1e6:,.2f} MB"
     return total + (
         f" ({', '.join(f'{name} {size / 1e6:,.2f}' for name, size in sizes.most_common())})" if sizes else ""
     )
-
-
-def _check_depth(max_depth: int) -> None:
-    if max_depth < -1:
-        raise ConfigError(f"max_depth={max_depth}. Expected -1 for everything, 0 for the totals, or how deep to go.")

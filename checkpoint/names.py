@@ -1,4 +1,4 @@
-"""The names of a module's entries without what wrappers put into them."""
+"""Modules, and the names of their entries, without the wrappers of the compiler and of data parallelism."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import sys
 from collections.abc import Iterable
 
 from torch import nn
+
+COMPILED = "_orig_mod"
+"""The attribute in which the wrapper of `torch.compile` holds its module."""
 
 
 def plain_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -17,27 +20,27 @@ def plain_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     inside = {
         f"{path}.{attribute}" if path else attribute
         for path, part in module.named_modules(remove_duplicate=False)
-        if (attribute := _wrapped_attribute(part))
+        if (attribute := wrapped_attribute(part))
     }
     return {name: _without(name, inside) for name in names}
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside the wrappers around it; those further inside stay."""
-    while attribute := _wrapped_attribute(module):
+    """The module inside the wrappers around it; those further inside stay. Nothing is changed."""
+    while attribute := wrapped_attribute(module):
         module = getattr(module, attribute)
     return module
+
+
+def wrapped_attribute(module: object) -> str | None:
+    """The attribute in which a wrapper holds its module, None if this is no wrapper."""
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        return "module"
+    # Imported only once something was compiled, and it takes a second.
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return COMPILED if compiler is not None and isinstance(module, compiler.OptimizedModule) else None
 
 
 def _without(name: str, inside: set[str]) -> str:
     parts = name.split(".")
     return ".".join(part for index, part in enumerate(parts) if ".".join(parts[: index + 1]) not in inside)
-
-
-def _wrapped_attribute(module: nn.Module) -> str | None:
-    """The attribute that holds the wrapped module, None if the module is no wrapper."""
-    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        return "module"
-    # Imported only once something was compiled, and it takes a second.
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    return "_orig_mod" if compiler is not None and isinstance(module, compiler.OptimizedModule) else None

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..distributed.atomic import whole_file
 from ..distributed.errors import CheckpointError
-from .atomic import whole_file
 from .entries import check_json, check_tensor, separate, tied_names
 from .names import plain_names
 

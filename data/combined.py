@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from ..distributed.errors import ConfigError, DataError, suggest
 from .loader import loader_length
+from .samplers import epoch_listeners
 
 Mode: TypeAlias = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 
@@ -47,11 +48,10 @@ class CombinedLoader:
         return sum(known) if self.mode == "sequential" else max(known)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell each loader, its sampler and its dataset, where they listen, which epoch begins."""
+        """Tell each loader, its samplers at any depth and its dataset, where they listen, which epoch begins."""
         for loader in self.loaders:
-            for listener in (loader, getattr(loader, "sampler", None), getattr(loader, "dataset", None)):
-                if callable(tell := getattr(listener, "set_epoch", None)):
-                    tell(epoch)
+            for listener in epoch_listeners(loader):
+                listener.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         if self.mode == "sequential":

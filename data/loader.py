@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ..distributed.nested import send_to_device
 from .samplers import epoch_listeners
-from .transfer import send_to_device
 
 _END = object()
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ..distributed.errors import DataError
+from ..distributed.nested import named_leaves
 
 
 class AmbiguousBatchSizeError(DataError):
@@ -27,7 +28,7 @@ def find_batch_size(batch: Any) -> int | None:
     """
     # The two shapes that most loaders give, without a walk.
     if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else None
+        return _length(batch)
     if type(batch) in (tuple, list) and len(batch) == 2:
         first, second = batch
         if type(first) is Tensor and type(second) is Tensor and first.ndim and second.ndim:
@@ -38,8 +39,7 @@ def find_batch_size(batch: Any) -> int | None:
 
 
 def _from_parts(batch: Any) -> int | None:
-    lengths: dict[str, int] = {}
-    _collect(batch, "batch", lengths)
+    lengths = {path: length for path, leaf in named_leaves(batch, "batch") if (length := _length(leaf)) is not None}
     sizes = set(lengths.values())
     if len(sizes) > 1:
         found = ", ".join(f"{path} has {length}" for path, length in lengths.items())
@@ -50,22 +50,10 @@ def _from_parts(batch: Any) -> int | None:
     return sizes.pop() if sizes else None
 
 
-def _collect(part: Any, path: str, lengths: dict[str, int]) -> None:
-    if isinstance(part, (str, bytes)) or part is None:
-        return
-    if isinstance(part, Mapping):
-        for key, value in part.items():
-            _collect(value, f"{path}[{key!r}]", lengths)
-    elif isinstance(part, Sequence):
-        if part and all(isinstance(item, (str, bytes)) for item in part):
-            lengths[path] = len(part)
-            return
-        for index, value in enumerate(part):
-            _collect(value, f"{path}[{index}]", lengths)
-    elif hasattr(part, "__dataclass_fields__"):
-        for name in part.__dataclass_fields__:
-            _collect(getattr(part, name), f"{path}.{name}", lengths)
-    else:
-        shape = getattr(part, "shape", None)
-        if shape is not None and len(shape):
-            lengths[path] = int(shape[0])
+def _length(leaf: Any) -> int | None:
+    if isinstance(leaf, Tensor):
+        return leaf.shape[0] if leaf.ndim else None
+    if isinstance(leaf, Sequence):
+        return None if isinstance(leaf, (str, bytes)) else len(leaf)  # texts
+    shape = getattr(leaf, "shape", None)
+    return int(shape[0]) if shape is not None and len(shape) else None

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..distributed.errors import ConfigError, DataError
+from ..distributed.errors import DataError, check_integer
 from .loader import PreparedLoader, loader_length
 from .samplers import SkippingSampler, with_samplers
 
@@ -27,8 +27,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         ConfigError: the number is negative or no integer.
         DataError: the loader has fewer batches.
     """
-    if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
-        raise ConfigError(f"skip_first_batches(num_batches={num_batches!r}). Expected an integer >= 0.")
+    check_integer("skip_first_batches(num_batches)", num_batches, 0)
     length = loader_length(dataloader)
     if length is not None and num_batches > length:
         raise DataError(

@@ -1,7 +1,7 @@
-"""Files and folders that are written whole or not at all, whenever the process is killed.
+"""Files that are written whole or not at all, whenever the process is killed.
 
 What is being written stands in a temporary sibling, `.NAME.HOST-PID.partial`; it is flushed to the disk and renamed
-when it is complete. What a killed process left behind is recognised by that name, and removed by the next writer of its
+when it is complete. What a killed process left behind is recognised by that name, and removed by the next writer in its
 folder. For POSIX systems.
 """
 
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..distributed.errors import CheckpointError
+from .errors import CheckpointError
 
 _PARTIAL = re.compile(r"^\..+\.(?P<host>[^.]+)-(?P<pid>\d+)\.partial$")
 _HOST = re.sub(r"[^A-Za-z0-9_-]", "_", socket.gethostname())
@@ -47,63 +46,26 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     _flush_folder(target.parent)
 
 
-@contextmanager
-def whole_folder(path: str | Path) -> Iterator[Path]:
-    """A context that gives a new temporary folder to write into, and renames it to `path` at its end.
-
-    When the body raises, the temporary folder is removed. Missing parent folders are made.
-
-    Raises:
-        CheckpointError: `path` exists; a folder can't be replaced in one step.
-    """
-    target = Path(path)
-    if target.exists():
-        raise CheckpointError(f"{str(target)!r} exists already. Choose another name, or remove it first.")
-    temporary = _prepare(target)
-    temporary.mkdir()
-    try:
-        yield temporary
-        for folder, _, files in os.walk(temporary):
-            for name in files:
-                _flush(Path(folder, name))
-            _flush_folder(Path(folder))
-        os.rename(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary)
-        raise
-    _flush_folder(target.parent)
-
-
 def remove_leftovers(folder: str | Path) -> list[Path]:
     """Remove what killed processes of this machine left half-written in `folder`; gives what was removed.
 
     What a living process is writing stays, and so does what another machine wrote, since nothing here can tell whether
     its process lives.
     """
-    leftovers = [entry for entry in Path(folder).iterdir() if _is_leftover(entry.name)] if Path(folder).is_dir() else []
-    for entry in leftovers:
-        _remove(entry)
+    if not Path(folder).is_dir():
+        return []
+    leftovers = [file for file in Path(folder).iterdir() if _is_leftover(file.name) and file.is_file()]
+    for file in leftovers:
+        file.unlink(missing_ok=True)  # another process may be removing it as well
     return leftovers
-
-
-def is_partial(path: str | Path) -> bool:
-    """Whether the name is that of something half-written."""
-    return _PARTIAL.match(Path(path).name) is not None
 
 
 def _prepare(target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target.parent)
     temporary = target.with_name(f".{target.name}.{_HOST}-{os.getpid()}.partial")
-    _remove(temporary)  # of an earlier process with this number, as after the restart of a container
+    temporary.unlink(missing_ok=True)  # of an earlier process with this number, as after the restart of a container
     return temporary
-
-
-def _remove(entry: Path) -> None:
-    if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry, ignore_errors=True)  # another process may be removing it as well
-    else:
-        entry.unlink(missing_ok=True)
 
 
 def _is_leftover(name: str) -> bool:

@@ -28,9 +28,24 @@ LAUNCHER_VARIABLES = {
     "WORLD_SIZE": "the number of processes",
 }
 """Set by launchers, read without a prefix."""
+KEY_PREFIX = "LOOPWRIGHT_"
+"""What stands before the keys of a run's file, with `__` for each dot: `LOOPWRIGHT_TRAINER__MAX_EPOCHS` sets
+`trainer.max_epochs`, `LOOPWRIGHT_DATA` all of `data`. The command line reads them (`loopwright/cli/sources.py`)."""
 
-_TRUE = ("1", "true", "t", "yes", "y", "on")
-_FALSE = ("0", "false", "f", "no", "n", "off")
+TRUE_WORDS = ("1", "true", "t", "yes", "y", "on")
+FALSE_WORDS = ("0", "false", "f", "no", "n", "off")
+"""What is true and what is false, in any case, wherever text is read: in variables, files and flags."""
+
+
+def read_boolean(text: str) -> bool | None:
+    """The claim that a text is, None where it is neither of the words for true and false."""
+    word = text.strip().lower()
+    return word in TRUE_WORDS if word in TRUE_WORDS + FALSE_WORDS else None
+
+
+def variable_names() -> list[str]:
+    """The full names of all variables that are read, those of a run's file apart."""
+    return [*(prefix + name for prefix in PREFIXES for name in VARIABLES), *LAUNCHER_VARIABLES]
 
 
 def read_variable(name: str) -> tuple[str, str] | None:
@@ -142,9 +157,10 @@ def clear_environment() -> Iterator[None]:
 
 def _flag(name: str, text: str) -> bool:
     word = text.strip().lower()
-    if word not in _TRUE + _FALSE:
-        raise ConfigError(f"{name}={text!r} is neither true nor false. {suggest(word, _TRUE + _FALSE)}")
-    return word in _TRUE
+    value = read_boolean(word)
+    if value is None:
+        raise ConfigError(f"{name}={text!r} is neither true nor false. {suggest(word, TRUE_WORDS + FALSE_WORDS)}")
+    return value
 
 
 def _int(name: str, text: str) -> int:

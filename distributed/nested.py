@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 P = ParamSpec("P")
 
@@ -29,12 +33,25 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
     return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
 
+def honor_mapping(obj: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the same type as `obj`, with its attributes, of these items. The keys are those of `obj`."""
+    if type(obj) is dict:
+        return items
+    if isinstance(obj, MutableMapping):
+        try:
+            return _copy_with(obj, items)
+        except TypeError:  # one that can't be changed, though its base class can
+            pass
+    return type(obj)(items)  # type: ignore[call-arg]
+
+
 def recursively_apply(
     func: Callable[..., Any],
     data: Any,
     *args: Any,
     test_type: Callable[[Any], bool] = is_torch_tensor,
     error_on_other_type: bool = False,
+    operation: str | None = None,
     **kwargs: Any,
 ) -> Any:
     """Apply a function to the leaves of nested data that pass a test.
@@ -45,6 +62,7 @@ def recursively_apply(
         args: passed on.
         test_type: which leaves; by default tensors.
         error_on_other_type: raise at a leaf that does not pass; else it stays as it is.
+        operation: what the error calls it; by default the function's name.
         kwargs: passed on.
     Returns:
         The same nesting, of the same types. The input is not changed.
@@ -52,23 +70,74 @@ def recursively_apply(
         TypeError: a leaf does not pass the test.
     """
 
-    def apply(value: Any) -> Any:
-        return recursively_apply(
-            func, value, *args, test_type=test_type, error_on_other_type=error_on_other_type, **kwargs
-        )
+    def change(leaf: Any) -> Any:
+        if test_type(leaf):
+            return func(leaf, *args, **kwargs)
+        if error_on_other_type:
+            accepted = "tensors" if test_type is is_torch_tensor else f"what {_name(test_type)} accepts"
+            raise TypeError(
+                f"{operation or _name(func)} got a {type(leaf).__name__} ({leaf!r:.80}). Expected {accepted}, or "
+                "tuples, lists and mappings of it."
+            )
+        return leaf
 
-    if isinstance(data, (tuple, list)):
-        return honor_type(data, (apply(value) for value in data))
-    if isinstance(data, Mapping):
-        return type(data)({key: apply(value) for key, value in data.items()})  # type: ignore[call-arg]
-    if test_type(data):
-        return func(data, *args, **kwargs)
-    if error_on_other_type:
-        raise TypeError(
-            f"{_name(func)} got a {type(data).__name__} ({data!r:.80}). Expected what {_name(test_type)} accepts, or "
-            "tuples, lists and mappings of it."
-        )
-    return data
+    return _walk(data, change)
+
+
+def send_to_device(data: Any, device: torch.device | str, non_blocking: bool = False, skip_keys: Any = None) -> Any:
+    """Move every tensor of nested data.
+
+    Args:
+        data: tensors, or tuples, named tuples, lists, mappings and dataclasses of them, or objects with their own `to`
+            (such as packed sequences). Anything else passes unchanged; the caller's containers are not changed.
+        device: where to.
+        non_blocking: let the copy go on in the background where the memory is pinned.
+        skip_keys: keys of mappings whose values stay where they are.
+    Returns:
+        The same nesting, of the same types.
+    """
+    skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=non_blocking)
+        if isinstance(leaf, (str, bytes, int, float, type(None))):
+            return leaf
+        if _is_dataclass(leaf):
+            fields = [field.name for field in dataclasses.fields(leaf) if field.init]
+            return dataclasses.replace(leaf, **{name: moved(getattr(leaf, name)) for name in fields})
+        if callable(own := getattr(leaf, "to", None)) and not isinstance(leaf, torch.nn.Module):
+            return own(device)
+        return leaf
+
+    # A packed sequence is a named tuple, but one of its tensors has to stay on the CPU.
+    moved = functools.partial(_walk, change=move, skip_keys=skipped, leaf_type=PackedSequence)
+    return moved(data)
+
+
+def named_leaves(data: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Each leaf of nested data, with how it is reached: `name['x'][0]`.
+
+    Leaves are looked for in mappings, sequences and dataclasses. A sequence of texts alone is one leaf.
+    """
+    if isinstance(data, Tensor):  # first, since most are
+        yield name, data
+    elif isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from named_leaves(value, f"{name}[{key!r}]")
+    elif isinstance(data, Sequence) and not _is_text(data):
+        for index, value in enumerate(data):
+            yield from named_leaves(value, f"{name}[{index}]")
+    elif _is_dataclass(data):
+        for field in dataclasses.fields(data):
+            yield from named_leaves(getattr(data, field.name), f"{name}.{field.name}")
+    else:
+        yield name, data
+
+
+def named_tensors(data: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Those of `named_leaves` that are tensors."""
+    return ((path, leaf) for path, leaf in named_leaves(data, name) if isinstance(leaf, Tensor))
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
@@ -86,8 +155,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     if isinstance(first, (tuple, list)):
         return honor_type(first, (concatenate([item[i] for item in data], dim) for i in range(len(first))))
     if isinstance(first, Mapping):
-        joined = {key: concatenate([item[key] for item in data], dim) for key in first}
-        return type(first)(joined)  # type: ignore[call-arg]
+        return honor_mapping(first, {key: concatenate([item[key] for item in data], dim) for key in first})
     if not isinstance(first, Tensor):
         raise TypeError(
             f"concatenate got a {type(first).__name__}. Expected tensors, nested in the same way in each item."
@@ -101,11 +169,7 @@ def slice_tensors(data: Any, tensor_slice: slice) -> Any:
     Raises:
         TypeError: a leaf is no tensor.
     """
-
-    def cut(tensor: Tensor) -> Tensor:
-        return tensor[tensor_slice]
-
-    return recursively_apply(cut, data, error_on_other_type=True)
+    return recursively_apply(operator.getitem, data, tensor_slice, error_on_other_type=True, operation="slice_tensors")
 
 
 def listify(data: Any) -> Any:
@@ -121,11 +185,7 @@ def listify(data: Any) -> Any:
 
 def find_device(data: Any) -> torch.device | None:
     """The device of the first tensor in nested data, None where there is none."""
-    if isinstance(data, Mapping):
-        data = list(data.values())
-    if isinstance(data, (tuple, list)):
-        return next((device for value in data if (device := find_device(value)) is not None), None)
-    return data.device if isinstance(data, Tensor) else None
+    return next((tensor.device for _, tensor in named_tensors(data)), None)
 
 
 def convert_to_fp32(tensor: Any) -> Any:
@@ -145,6 +205,43 @@ def convert_outputs_to_fp32(model_forward: Callable[P, Any]) -> Callable[P, Any]
         return convert_to_fp32(model_forward(*args, **kwargs))
 
     return forward
+
+
+def _walk(
+    data: Any,
+    change: Callable[[Any], Any],
+    skip_keys: Collection[Any] = (),
+    leaf_type: type[Any] | tuple[type[Any], ...] = (),
+) -> Any:
+    """Nested data rebuilt with each leaf changed, but for the values of some keys; `leaf_type` is not looked into."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, (tuple, list)) and not isinstance(value, leaf_type):
+            return honor_type(value, [walk(item) for item in value])
+        if isinstance(value, Mapping):
+            return honor_mapping(value, {key: v if key in skip_keys else walk(v) for key, v in value.items()})
+        return change(value)
+
+    return walk(data)
+
+
+def _copy_with(mapping: MutableMapping[Any, Any], items: dict[Any, Any]) -> MutableMapping[Any, Any]:
+    clone = copy.copy(mapping)
+    attributes = getattr(clone, "__dict__", {})
+    # A class that keeps its items in an attribute would share it with its copy.
+    attributes.update({name: copy.copy(part) for name, part in attributes.items() if isinstance(part, MutableMapping)})
+    for key, value in items.items():
+        clone[key] = value
+    return clone
+
+
+def _is_text(data: Sequence[Any]) -> bool:
+    """Whether this is a text, or a sequence of texts alone."""
+    return isinstance(data, (str, bytes)) or (len(data) > 0 and all(isinstance(item, (str, bytes)) for item in data))
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -6,7 +6,6 @@ be sent is an error before the script is started on many devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -28,8 +27,7 @@ def gather(tensor: Any) -> Any:
     Raises:
         TypeError: a leaf is no tensor; see `gather_object`.
     """
-
-    return _each_tensor("gather", _same, tensor)
+    return recursively_apply(_same, tensor, error_on_other_type=True, operation="gather")
 
 
 def gather_object(object: Any) -> Any:
@@ -46,8 +44,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     Raises:
         TypeError: a leaf is no tensor; see `broadcast_object_list`.
     """
-
-    return _each_tensor("broadcast", _same, tensor)
+    return recursively_apply(_same, tensor, error_on_other_type=True, operation="broadcast")
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -76,7 +73,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """
     if reduction not in REDUCTIONS:
         raise ConfigError(f"reduce(reduction={reduction!r}) is unknown. {suggest(reduction, REDUCTIONS)}")
-    return _each_tensor("reduce", Tensor.clone, tensor)
+    return recursively_apply(Tensor.clone, tensor, error_on_other_type=True, operation="reduce")
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
@@ -90,30 +87,11 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
     Raises:
         TypeError: a leaf is no tensor.
     """
-
-    return _each_tensor("pad_across_processes", _same, tensor)
+    return recursively_apply(_same, tensor, error_on_other_type=True, operation="pad_across_processes")
 
 
 def wait_for_everyone() -> None:
     """Return when every process has arrived here. Collective."""
-
-
-def _each_tensor(operation: str, function: Callable[[Tensor], Tensor], data: Any) -> Any:
-    """Apply an operation to every leaf, each of which has to be a tensor."""
-
-    def apply(leaf: Any) -> Tensor:
-        if not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"{operation} got a {type(leaf).__name__} ({leaf!r:.80}). Expected tensors, or tuples, lists and "
-                "mappings of them; gather_object and broadcast_object_list take other objects."
-            )
-        return function(leaf)
-
-    return recursively_apply(apply, data, test_type=_is_leaf)
-
-
-def _is_leaf(value: Any) -> bool:
-    return True
 
 
 def _same(tensor: Tensor) -> Tensor:

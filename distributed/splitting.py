@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .errors import DataError
+from .nested import honor_mapping, honor_type
 
 
 def share_of(inputs: Any, index: int, count: int, apply_padding: bool = False) -> Any:
@@ -30,8 +31,8 @@ def share_of(inputs: Any, index: int, count: int, apply_padding: bool = False) -
             raise DataError(
                 f"split_between_processes: the values differ in length: {lengths}. Give all the same length."
             )
-        return type(inputs)(  # type: ignore[call-arg]
-            {key: share_of(value, index, count, apply_padding) for key, value in inputs.items()}
+        return honor_mapping(
+            inputs, {key: share_of(value, index, count, apply_padding) for key, value in inputs.items()}
         )
     if not isinstance(inputs, (list, tuple, torch.Tensor)) and not callable(getattr(inputs, "select", None)):
         return inputs
@@ -39,7 +40,7 @@ def share_of(inputs: Any, index: int, count: int, apply_padding: bool = False) -
     if isinstance(inputs, torch.Tensor):
         return inputs[torch.tensor(indices, dtype=torch.long, device=inputs.device)]
     if isinstance(inputs, (list, tuple)):
-        return type(inputs)(inputs[i] for i in indices)
+        return honor_type(inputs, (inputs[i] for i in indices))
     return inputs.select(indices)
 
 

@@ -44,6 +44,7 @@ __all__ = [
     "ModelSummary",
     "NaNGuard",
     "NonFiniteError",
+    "PartialState",
     "Plan",
     "ProcessState",
     "ProgressBar",
@@ -64,8 +65,10 @@ __all__ = [
     "Trainer",
     "WandbTracker",
     "find_executable_batch_size",
+    "load_weights",
     "register_strategy",
     "register_tracker",
+    "save_weights",
     "set_seed",
     "skip_first_batches",
 ]
@@ -85,6 +88,7 @@ _NAMES_OF_MODULE = {
     "callbacks.summary": ("ModelSummary",),
     "callbacks.throughput": ("ThroughputMonitor",),
     "callbacks.timer": ("Timer",),
+    "checkpoint.weights": ("load_weights", "save_weights"),
     "data.combined": ("CombinedLoader",),
     "data.configuration": ("DataLoaderConfiguration",),
     "data.skip": ("skip_first_batches",),
@@ -101,7 +105,7 @@ _NAMES_OF_MODULE = {
     ),
     "distributed.kinds": ("DistributedType",),
     "distributed.memory": ("find_executable_batch_size",),
-    "distributed.process": ("ProcessState",),
+    "distributed.process": ("PartialState", "ProcessState"),
     "distributed.random": ("set_seed",),
     "strategies.gradient_state": ("GradientAccumulationPlugin", "GradientState"),
     "strategies.handlers": (
@@ -144,6 +148,7 @@ if TYPE_CHECKING:
     from .callbacks.summary import ModelSummary
     from .callbacks.throughput import ThroughputMonitor
     from .callbacks.timer import Timer
+    from .checkpoint.weights import load_weights, save_weights
     from .data.combined import CombinedLoader
     from .data.configuration import DataLoaderConfiguration
     from .data.skip import skip_first_batches
@@ -160,7 +165,7 @@ if TYPE_CHECKING:
     )
     from .distributed.kinds import DistributedType
     from .distributed.memory import find_executable_batch_size
-    from .distributed.process import ProcessState
+    from .distributed.process import PartialState, ProcessState
     from .distributed.random import set_seed
     from .strategies.gradient_state import GradientAccumulationPlugin, GradientState
     from .strategies.handlers import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from .distributed.logger import ProcessLogger, get_logger
+from .distributed.logger import ProcessLogger as MultiProcessAdapter
+from .distributed.logger import get_logger
 
-__all__ = ["ProcessLogger", "get_logger"]
+__all__ = ["MultiProcessAdapter", "get_logger"]

@@ -1,24 +1,10 @@
-"""Experiment trackers, for users of Accelerate who import them from `accelerate.tracking`."""
+"""The names that users of Accelerate import from `accelerate.tracking`."""
 
 from __future__ import annotations
 
-from .trackers.csv import CSVTracker
-from .trackers.jsonl import JSONLTracker
+from .trackers.general import GeneralTracker, on_main_process
 from .trackers.mlflow import MLflowTracker
-from .trackers.registry import create_trackers, register_tracker, tracker_words
 from .trackers.tensorboard import TensorBoardTracker
-from .trackers.tracker import RunInfo, Tracker
-from .trackers.wandb import WandbTracker
+from .trackers.wandb import WandbTracker as WandBTracker
 
-__all__ = [
-    "CSVTracker",
-    "JSONLTracker",
-    "MLflowTracker",
-    "RunInfo",
-    "TensorBoardTracker",
-    "Tracker",
-    "WandbTracker",
-    "create_trackers",
-    "register_tracker",
-    "tracker_words",
-]
+__all__ = ["GeneralTracker", "MLflowTracker", "TensorBoardTracker", "WandBTracker", "on_main_process"]

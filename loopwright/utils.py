@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .data.configuration import DataLoaderConfiguration
 from .data.sizes import find_batch_size
-from .data.transfer import send_to_device
 from .distributed.environment import (
     clear_environment,
     get_int_from_env,
@@ -30,6 +29,7 @@ from .distributed.nested import (
     is_torch_tensor,
     listify,
     recursively_apply,
+    send_to_device,
     slice_tensors,
 )
 from .distributed.operations import (
@@ -41,6 +41,7 @@ from .distributed.operations import (
     reduce,
     wait_for_everyone,
 )
+from .distributed.process import PartialState
 from .distributed.progress import tqdm
 from .distributed.random import set_seed
 from .distributed.units import convert_file_size_to_int
@@ -64,6 +65,7 @@ __all__ = [
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
+    "PartialState",
     "ProjectConfiguration",
     "broadcast",
     "broadcast_object_list",

@@ -3,43 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ..checkpoint.names import COMPILED, wrapped_attribute
 from ..distributed.nested import convert_to_fp32
-from .handlers import AutocastKwargs
-from .precision import Precision
-
-ContextFactory: TypeAlias = Callable[[], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Autocast:
-    """Gives contexts of `torch.autocast`. Unlike these and unlike a gradient scaler it can be copied at any time."""
-
-    device_type: str
-    dtype: torch.dtype
-    enabled: bool
-    cache_enabled: bool | None
-
-    def __call__(self) -> torch.autocast:
-        return torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled)
-
-
-def autocast_factory(precision: Precision, settings: AutocastKwargs) -> ContextFactory:
-    """What gives the contexts of forward passes: those of a precision, with further settings.
-
-    A precision without autocast, or with contexts of its own kind, gives its own.
-    """
-    context = precision.autocast()
-    if not isinstance(context, torch.autocast):
-        return precision.autocast
-    return Autocast(context.device, context.fast_dtype, settings.enabled, settings.cache_enabled)
+from .precision import ContextFactory
 
 
 class AutocastForward:
@@ -90,7 +60,7 @@ def restore_forward(module: nn.Module) -> None:
 
 def is_compiled_module(module: Any) -> bool:
     """Whether `torch.compile` has put its wrapper around this module."""
-    return isinstance(module, nn.Module) and "_orig_mod" in module._modules
+    return wrapped_attribute(module) == COMPILED
 
 
 def extract_model_from_parallel(
@@ -104,21 +74,16 @@ def extract_model_from_parallel(
         keep_torch_compile: keep the wrapper of `torch.compile`, around what is left.
         recursive: also look into the model's children.
     """
-    if is_compiled_module(model):
-        inner = extract_model_from_parallel(model._orig_mod, keep_fp32_wrapper, keep_torch_compile, recursive)
-        if not keep_fp32_wrapper:
-            restore_forward(model)
-        if not keep_torch_compile:
-            return inner
-        model._orig_mod = inner
-        return model
-    while isinstance(model, (DistributedDataParallel, DataParallel)):
-        model = model.module
-    if is_compiled_module(model):
-        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile, recursive)
-    if recursive:
-        for name, child in list(model.named_children()):
+    attribute = wrapped_attribute(model)
+    if attribute is None:
+        for name, child in list(model.named_children()) if recursive else ():
             setattr(model, name, extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, recursive))
+    else:
+        wrapped = getattr(model, attribute)
+        inner = extract_model_from_parallel(wrapped, keep_fp32_wrapper, keep_torch_compile, recursive)
+        if attribute != COMPILED:
+            return inner
+        setattr(model, COMPILED, inner)
     if not keep_fp32_wrapper:
         restore_forward(model)
-    return model
+    return model if attribute is None or keep_torch_compile else inner

@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ..distributed.errors import ConfigError
 from .outcome import StepOutcome
-from .precision import ScaledPrecision
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -93,7 +92,7 @@ class GatedOptimizer(Optimizer):
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         # One process and unscaled gradients: there is nothing for the strategy to do around the optimizer's own loop.
         state = self.strategy.gradient_state
-        if state.num_steps != 1 or isinstance(self.strategy.precision, ScaledPrecision):
+        if state.num_steps != 1 or self.strategy.precision.scales:
             raise ConfigError(
                 "optimizer.step(closure) was called, which neither accumulation nor the scaling of fp16 can serve. Use "
                 "gradient_accumulation_steps=1 and mixed_precision 'no' or 'bf16', or step() without a closure."

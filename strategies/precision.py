@@ -4,19 +4,42 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..distributed.errors import ConfigError, NonFiniteError, suggest
+from .handlers import AutocastKwargs
+
+ContextFactory: TypeAlias = Callable[[], AbstractContextManager[Any]]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """Gives contexts of `torch.autocast`. Unlike these and unlike a gradient scaler it can be copied at any time."""
+
+    device_type: str
+    dtype: torch.dtype
+    enabled: bool = True
+    cache_enabled: bool | None = None
+    """Keep the converted weights within one context. None: as torch is set."""
+
+    def __call__(self) -> torch.autocast:
+        return torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled)
 
 
 class Precision(ABC):
     """In which number format a step computes. The weights stay as the model has them."""
+
+    name: str = "no"
+    """The word for the format of forward passes, `"no"` for the model's own."""
 
     autocasts: bool = False
     """Whether `autocast()` does anything: the loop enters no context where it does not."""
@@ -24,9 +47,16 @@ class Precision(ABC):
     scales: bool = False
     """Whether losses are scaled, so that gradients have to be unscaled: the loop asks for neither where not."""
 
+    scaler: torch.amp.GradScaler | None = None
+    """torch's scaler of losses, where this works with one."""
+
     @abstractmethod
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which a forward pass runs."""
+
+    def contexts(self, settings: AutocastKwargs) -> ContextFactory:
+        """What gives such contexts with further settings; without torch's autocast there is nothing to set."""
+        return self.autocast
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss that backward starts from."""
@@ -64,17 +94,24 @@ class FullPrecision(Precision):
 
 
 class MixedPrecision(Precision):
-    """bf16: forward under autocast, weights and their updates in the model's own format."""
+    """Forward under autocast, weights and their updates in the model's own format.
+
+    Args:
+        device: where the model is.
+        name: `"bf16"`; also `"fp16"`, whose small gradients are lost without the scaling of `ScaledPrecision`.
+    """
 
     autocasts = True
 
-    def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> None:
-        self._device_type = device.type
-        self._dtype = dtype
-        self._cache_enabled = cache_enabled
+    def __init__(self, device: torch.device, name: Literal["bf16", "fp16"] = "bf16") -> None:
+        self.name = name
+        self._context = Autocast(device.type, _DTYPES[name])
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self._device_type, dtype=self._dtype, cache_enabled=self._cache_enabled)
+        return self._context()
+
+    def contexts(self, settings: AutocastKwargs) -> ContextFactory:
+        return replace(self._context, enabled=settings.enabled, cache_enabled=settings.cache_enabled)
 
 
 class ScaledPrecision(MixedPrecision):
@@ -86,11 +123,10 @@ class ScaledPrecision(MixedPrecision):
     """
 
     scales = True
+    scaler: torch.amp.GradScaler
 
-    def __init__(
-        self, device: torch.device, scaler: torch.amp.GradScaler | None = None, cache_enabled: bool = True
-    ) -> None:
-        super().__init__(device, torch.float16, cache_enabled)
+    def __init__(self, device: torch.device, scaler: torch.amp.GradScaler | None = None) -> None:
+        super().__init__(device, "fp16")
         self.scaler = scaler or torch.amp.GradScaler(device.type)
         self._unscaled: dict[int, bool] = {}
 
@@ -145,14 +181,14 @@ PRECISIONS = {
 
 
 def create_precision(
-    name: str | Precision | None,
-    device: torch.device,
-    *,
-    scaler: torch.amp.GradScaler | None = None,
-    cache_enabled: bool = True,
+    name: str | Precision | None, device: torch.device, *, scaler: torch.amp.GradScaler | None = None
 ) -> Precision:
     """The precision of a word.
 
+    Args:
+        name: the word; None: the model's own formats. An object is returned as it is.
+        device: where the model is.
+        scaler: for fp16; by default a new one.
     Raises:
         ConfigError: the word is unknown, or the device can't compute in that format.
     """
@@ -169,5 +205,5 @@ def create_precision(
             raise ConfigError(
                 f"precision={name!r}: {torch.cuda.get_device_name(device)} has no bf16. Use 'fp16' or 'no'."
             )
-        return MixedPrecision(device, torch.bfloat16, cache_enabled)
-    return ScaledPrecision(device, scaler, cache_enabled)
+        return MixedPrecision(device, "bf16")
+    return ScaledPrecision(device, scaler)

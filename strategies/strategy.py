@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..checkpoint.names import unwrapped
 from ..data.loader import PreparedLoader
 from ..distributed.errors import ConfigError
 from .gradient_state import GradientState
@@ -130,8 +131,8 @@ class Strategy(ABC):
         optimizer.load_state_dict(dict(state))
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The model without what this strategy put around it."""
-        return model
+        """The model without what data parallelism and the compiler put around it. Nothing is changed."""
+        return unwrapped(model)
 
     def teardown(self) -> None:
         """Free what `setup` took. Local."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..distributed.atomic import whole_file
 from ..distributed.errors import TrackerError
 from .files import RunRecord, cut_partial_line
 from .names import NameRule
@@ -92,14 +92,12 @@ class _Table:
     def _grow(self, new: list[str]) -> None:
         """Write the file anew with more columns. The old one stays whole until the new one replaces it."""
         columns = self._columns + new
-        part = self._path.with_name(self._path.name + ".part")
-        with part.open("w", encoding="utf-8", newline="") as file:
+        with whole_file(self._path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
             rows = self._rows()
             next(rows, None)
             _write(file, [columns])
             _write(file, (row + [""] * (len(columns) - len(row)) for row in rows))
         self._file.close()
-        os.replace(part, self._path)
         self._columns = columns
         self._file = self._path.open("a", encoding="utf-8", newline="")
 

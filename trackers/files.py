@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..distributed.atomic import whole_file
 from .tracker import RunInfo
 
 _BLOCK = 4096
@@ -25,13 +26,6 @@ def _with_named_floats(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _with_named_floats(item) for key, item in value.items()}
     return [_with_named_floats(item) for item in value] if isinstance(value, list) else value
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that a reader sees the old or the new text, never a part."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
 
 
 def cut_partial_line(path: Path) -> None:
@@ -69,4 +63,5 @@ class RunRecord:
         self._write()
 
     def _write(self) -> None:
-        write_whole(self.path, strict_json(self._content, indent=2) + "\n")
+        with whole_file(self.path) as temporary:
+            temporary.write_text(strict_json(self._content, indent=2) + "\n", encoding="utf-8")

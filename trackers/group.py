@@ -37,7 +37,8 @@ class TrackerGroup:
         self.trackers: tuple[Tracker, ...] = tuple(trackers)
         """All trackers of the group, also those that failed to start."""
         self.enabled = enabled
-        self._is_open = False
+        self.is_open = False
+        """Whether a run was started and not finished."""
         self._live: list[Tracker] = []
         self._reported: set[str] = set()
         self._last_step = 0
@@ -52,11 +53,11 @@ class TrackerGroup:
         Raises:
             TrackerError: a run is open.
         """
-        if self._is_open:
+        if self.is_open:
             raise TrackerError(
                 f"start was called for the run {run.name!r} while one is open. Call finish(status) first."
             )
-        self._is_open = True
+        self.is_open = True
         self._last_step = 0
         self._reported.clear()
         self._cleaner = MetricCleaner()
@@ -73,7 +74,7 @@ class TrackerGroup:
         Raises:
             TrackerError: no run is open.
         """
-        if not self._is_open:
+        if not self.is_open:
             raise TrackerError("log was called while no run is open. Call start(run, config) first.")
         if not self._live:
             return
@@ -86,7 +87,7 @@ class TrackerGroup:
 
     def finish(self, status: Status) -> None:
         """Close the run in every tracker that opened it. Where no run is open it does nothing."""
-        self._is_open = False
+        self.is_open = False
         live, self._live = self._live, []
         with ExitStack() as stack:
             # The stack closes all of them, also when an interrupt comes while one is closing.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeAlias, TypeVar
 
-from ..distributed.errors import ConfigError, MissingDependencyError, suggest
+from ..distributed.errors import ConfigError, MissingDependencyError
+from ..distributed.registry import Registry
 from .group import TrackerGroup
 from .tracker import Tracker
 
@@ -22,14 +21,20 @@ DEFAULT = "tensorboard"
 EVERY = "all"
 """The word for every tracker that is installed."""
 
-_BUILT_IN = {
-    "tensorboard": "tensorboard:TensorBoardTracker",
-    "jsonl": "jsonl:JSONLTracker",
-    "csv": "csv:CSVTracker",
-    "wandb": "wandb:WandbTracker",
-    "mlflow": "mlflow:MLflowTracker",
-}
-_registered: dict[str, Factory] = {}
+_trackers: Registry[Tracker] = Registry(
+    Tracker,
+    option="trackers",
+    built_in={
+        "tensorboard": "tensorboard:TensorBoardTracker",
+        "jsonl": "jsonl:JSONLTracker",
+        "csv": "csv:CSVTracker",
+        "wandb": "wandb:WandbTracker",
+        "mlflow": "mlflow:MLflowTracker",
+    },
+    package=__package__,
+    group=ENTRY_POINT_GROUP,
+    reserved=(EVERY,),
+)
 
 
 def register_tracker(word: str) -> Callable[[F], F]:
@@ -38,22 +43,12 @@ def register_tracker(word: str) -> Callable[[F], F]:
     Raises:
         ConfigError: the word names another one.
     """
-
-    def register(factory: F) -> F:
-        known = _registered.get(word, factory)
-        # A module that is run again, in a notebook or by a reload, brings the same class as a new object.
-        is_same = (known.__module__, known.__qualname__) == (factory.__module__, factory.__qualname__)
-        if word in _BUILT_IN or word == EVERY or not is_same:
-            raise ConfigError(f"register_tracker({word!r}): this word is taken. Choose another.")
-        _registered[word] = factory
-        return factory
-
-    return register
+    return _trackers.register(word)
 
 
 def tracker_words() -> list[str]:
     """Every word that names a tracker: built in, registered, or declared by an installed package."""
-    return [*_BUILT_IN, *_registered, *(word for word in _entry_points() if word not in {*_BUILT_IN, *_registered})]
+    return _trackers.words()
 
 
 def create_trackers(
@@ -85,16 +80,15 @@ def _items(spec: Any) -> list[Any]:
 
 def _create(item: Any) -> list[Tracker]:
     if isinstance(item, str):
-        return _create_installed() if item == EVERY else [_build(_factory(item), item, {})]
+        return _create_installed() if item == EVERY else [_checked(_trackers.create(item, {}))]
     if isinstance(item, Mapping):
         options = dict(item)
         word = options.pop("name", None)
-        return [_build(_factory(word), word, options)]
+        return [_checked(_trackers.create(word, options))]
     if isinstance(item, type) and issubclass(item, Tracker):
-        return [_build(item, item.__name__, {})]
+        return [_checked(_trackers.build(item, item.__name__, {}))]
     if isinstance(item, Tracker):
-        item.check()
-        return [item]
+        return [_checked(item)]
     raise ConfigError(
         f"trackers={item!r} is of type {type(item).__name__}. Expected a word "
         f"({', '.join([*tracker_words(), EVERY])}), "
@@ -106,37 +100,12 @@ def _create_installed() -> list[Tracker]:
     created = []
     for word in tracker_words():
         try:
-            created.append(_build(_factory(word), word, {}))
+            created.append(_checked(_trackers.create(word, {})))
         except MissingDependencyError:
             continue  # "all" asks for those that are installed.
     return created
 
 
-def _build(factory: Factory, word: str, options: dict[str, Any]) -> Tracker:
-    try:
-        tracker = factory(**options)
-    except TypeError as error:
-        given = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
-        raise ConfigError(f"trackers: {word!r} can't be made with {given}: {error}.") from error
-    if not isinstance(tracker, Tracker):
-        raise ConfigError(f"trackers: {word!r} gave {tracker!r}. Expected an instance of a subclass of Tracker.")
+def _checked(tracker: Tracker) -> Tracker:
     tracker.check()
     return tracker
-
-
-def _factory(word: object) -> Factory:
-    if word in _BUILT_IN:
-        module, _, name = _BUILT_IN[str(word)].partition(":")
-        factory: Factory = getattr(importlib.import_module(f".{module}", __package__), name)
-        return factory
-    if word in _registered:
-        return _registered[str(word)]
-    found = _entry_points().get(str(word))
-    if found is None:
-        raise ConfigError(f"trackers={word!r} is unknown. {suggest(word, [*tracker_words(), EVERY])}")
-    loaded: Factory = found.load()
-    return loaded
-
-
-def _entry_points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}

@@ -13,28 +13,27 @@ from torch.optim import Optimizer
 
 from ..data.configuration import DataLoaderConfiguration
 from ..data.loader import PreparedLoader
+from ..data.skip import skip_first_batches
 from ..distributed.errors import ConfigError
 from ..distributed.memory import release_memory
 from ..distributed.operations import gather_object
-from ..strategies.forward import Autocast, autocast_factory
+from ..distributed.process import ProcessMethods
 from ..strategies.gradient_state import GradientAccumulationPlugin, GradientState
 from ..strategies.handlers import AutocastKwargs, Handlers, KwargsHandler
 from ..strategies.optimizer import GatedOptimizer
-from ..strategies.precision import Precision, ScaledPrecision
+from ..strategies.precision import Precision
 from ..strategies.registry import create_strategy
 from ..strategies.scheduler import GatedScheduler
 from ..strategies.strategy import Strategy
+from ..strategies.unscaling import unscale, unscale_for
 from .arguments import read_accumulation, read_precision, read_process, read_project, read_rng_types, refuse_others
-from .loader_methods import LoaderMethods
 from .preparation import Preparation
-from .process_methods import ProcessMethods
 from .project import ProjectConfiguration
 from .state_methods import StateMethods
 from .tracking_methods import LogWith, TrackingMethods
-from .unscaling import unscale, unscale_for
 
 
-class Accelerator(ProcessMethods, LoaderMethods, TrackingMethods, StateMethods):
+class Accelerator(ProcessMethods, TrackingMethods, StateMethods):
     """Prepares models, optimizers, loaders and schedulers, and carries out their steps.
 
     Names and meanings are those of Hugging Face Accelerate; `docs/from-accelerate.md` lists the differences. Where an
@@ -82,24 +81,28 @@ class Accelerator(ProcessMethods, LoaderMethods, TrackingMethods, StateMethods):
     ) -> None:
         refuse_others(others, Accelerator)
         plugin = read_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
-        ProcessMethods.__init__(self, read_process(cpu))
-        LoaderMethods.__init__(self, dataloader_config or DataLoaderConfiguration())
+        self.state = read_process(cpu)
+        """The process and its device."""
+        self.num_processes, self.process_index = self.state.num_processes, self.state.process_index
+        self.local_process_index, self.device = self.state.local_process_index, self.state.device
         TrackingMethods.__init__(self, log_with, read_project(project_dir, project_config), self.is_main_process)
+        StateMethods.__init__(self, self.is_main_process)
+        self.dataloader_config = dataloader_config or DataLoaderConfiguration()
         self.device_placement = device_placement
         self.rng_types = read_rng_types(rng_types)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.gradient_state = GradientState(plugin)
         self.handlers = Handlers(kwargs_handlers)
         self.precision = read_precision(mixed_precision, self.device, self.handlers)
-        StateMethods.__init__(self, create_strategy(strategy), self.is_main_process)
+        self.strategy = create_strategy(strategy)
         self.strategy.attach(self.state, self.precision, self.gradient_state)
-        self._autocast = autocast_factory(self.precision, self.handlers.get(AutocastKwargs))
+        self._contexts = self.precision.contexts(self.handlers.get(AutocastKwargs))
         is_scaled = scale_scheduler_by_processes and not self.dataloader_config.split_batches
         self.preparation = Preparation(
             self.strategy,
             self.dataloader_config,
             device_placement=device_placement,
-            context=self._autocast if self.precision.autocasts else None,
+            context=self._contexts if self.precision.autocasts else None,
             steps_per_call=self.num_processes if is_scaled else 1,
             step_with_optimizer=step_scheduler_with_optimizer,
         )
@@ -139,6 +142,40 @@ class Accelerator(ProcessMethods, LoaderMethods, TrackingMethods, StateMethods):
     ) -> PreparedLoader:
         """Any iterable of batches as a loader of this process. `slice_fn_for_dispatch` has no effect in one process."""
         return self.preparation.loader(data_loader, device_placement)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader like this one whose passes begin `num_batches` later; see `skip_first_batches`."""
+        return skip_first_batches(dataloader, num_batches)
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size is that of all processes together."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether the main process alone reads the data; None: for iterable datasets."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether each process gets as many batches as the others."""
+        return self.dataloader_config.even_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether shuffling is by (seed, epoch) alone."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether copies to the device go on in the background."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether torchdata's stateful loader is used."""
+        return self.dataloader_config.use_stateful_dataloader
 
     # Stepping.
 
@@ -181,9 +218,7 @@ class Accelerator(ProcessMethods, LoaderMethods, TrackingMethods, StateMethods):
         Args:
             autocast_handler: other settings than those of `kwargs_handlers`.
         """
-        if autocast_handler is None:
-            return self._autocast()
-        return autocast_factory(self.precision, autocast_handler)()
+        return self._contexts() if autocast_handler is None else self.precision.contexts(autocast_handler)()
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Bring gradients back to their true size, once per step; does nothing unless the precision is fp16.
@@ -244,14 +279,12 @@ class Accelerator(ProcessMethods, LoaderMethods, TrackingMethods, StateMethods):
     @property
     def mixed_precision(self) -> str:
         """`"no"`, `"bf16"` or `"fp16"`."""
-        if not isinstance(self._autocast, Autocast):
-            return "no"
-        return "fp16" if self._autocast.dtype is torch.float16 else "bf16"
+        return self.precision.name
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler of fp16, None where losses are not scaled."""
-        return self.precision.scaler if isinstance(self.precision, ScaledPrecision) else None
+        return self.precision.scaler
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Every process's values of one evaluation batch, without what was added to make processes even. Collective.
@@ -277,11 +310,7 @@ class Accelerator(ProcessMethods, LoaderMethods, TrackingMethods, StateMethods):
         self.gradient_state.micro_steps = 0
         return release_memory(*[None] * count)
 
-    def clear(self, *objects: Any) -> list[None]:
-        """The same as `free_memory`."""
-        count = len(objects)
-        del objects
-        return self.free_memory(*[None] * count)
+    clear = free_memory
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         # What holds an Accelerator, a model for one, goes on with the same after it was copied.

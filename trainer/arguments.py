@@ -100,7 +100,7 @@ def read_precision(name: str | Precision | None, device: torch.device, handlers:
         return create_precision(name, device)
     settings = handlers.get(GradScalerKwargs)
     if not settings.enabled:
-        return MixedPrecision(device, torch.float16)
+        return MixedPrecision(device, "fp16")
     return create_precision(name, device, scaler=torch.amp.GradScaler(device.type, **settings.to_kwargs()))
 
 

@@ -89,7 +89,14 @@ def sanity_check(run: Run, data: EvaluationData, num_batches: int) -> None:
             count = num_batches if limit is None else min(num_batches, limit)
             for index, batch in enumerate(islice(loader, count)):
                 log.samples = samples_of(run, batch)
-                step(batch, index)
+                try:
+                    step(batch, index)
+                except BaseException as error:
+                    error.add_note(
+                        f"raised while validation was tried on {num_batches} batches before training; "
+                        "sanity_val_batches=0 leaves this out"
+                    )
+                    raise
         log.epoch_values()
 
 

@@ -23,9 +23,10 @@ from torch import Tensor
 from ..callbacks.callback import Callback, EndEpoch, SkipBatch, StopRun
 from ..data.sizes import AmbiguousBatchSizeError
 from ..data.window import Window, WindowReader
-from ..distributed.errors import DataError
+from ..distributed.errors import DataError, TaskError
 from ..strategies.outcome import StepOutcome
 from .evaluation import sanity_check, validate
+from .metrics import to_numbers
 from .optimization import SchedulerConfig, monitored_value
 from .run import Run, Training, misplaced, refused
 
@@ -52,8 +53,14 @@ def fit(run: Run, training: Training) -> None:
                 and training.validated_at != state.micro_step
             ):
                 validate(run, training)
-            if training.last_values and training.logged_at != state.micro_step:
+            if training.last_values and training.logged_at != state.micro_step and training.log_schedule.is_ever_due:
                 run.record(training.last_values)
+            if training.validation and training.validated_at < 0 and training.limits.reached(state):
+                warnings.warn(
+                    f"validation never ran: val_every='{training.val_schedule.interval}' did not come due in "
+                    f"{state.step} steps. Count in steps, such as val_every='100 steps', or add 'last'.",
+                    stacklevel=2,
+                )
         record_late(run)
     except StopRun as stop:
         run.stop(str(stop) or "StopRun was raised")
@@ -242,13 +249,35 @@ def close_epoch(run: Run, training: Training, reader: WindowReader) -> None:
     training.carried = reader.carried
     training.wait_seconds += reader.wait_seconds
     training.reader = None
-    if training.log_schedule.is_due_at_end:
-        training.last_values = run.training_log.step_values()
+    training.last_values = run.training_log.step_values()
+    run.trainer.metrics.update(to_numbers(training.last_values))
     if values := run.training_log.epoch_values(keeps_window=training.carried > 0):
         run.record(values)
+    if run.state.epoch_ended and run.state.epoch == 0:
+        check_first_epoch(run, training)
     if run.state.epoch_ended and training.is_automatic:
         for rate in training.epoch_schedulers:
             step_scheduler(run, rate, run.state.epoch + 1)
+
+
+def check_first_epoch(run: Run, training: Training) -> None:
+    """A task whose first epoch trained nothing would go on so for hours.
+
+    Raises:
+        TaskError: automatic optimization never got a loss.
+    """
+    state, name = run.state, type(run.task).__name__
+    if training.is_automatic and training.loss.num_none == state.micro_step:
+        raise TaskError(
+            f"no batch of the first epoch gave a loss: {name}.training_step returned None for all {state.micro_step}. "
+            "Return the loss."
+        )
+    if not training.is_automatic and state.step + state.skipped_steps == 0:
+        warnings.warn(
+            f"no optimizer stepped in the first epoch. {name} has automatic_optimization = False: call "
+            "self.manual_backward(loss) and step() of self.optimizers() in training_step.",
+            stacklevel=2,
+        )
 
 
 def record_late(run: Run) -> None:

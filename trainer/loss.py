@@ -19,9 +19,11 @@ class WindowLoss:
     the first count, and `correction` puts it right. Batches that are left out (None) are corrected for in the same way.
     """
 
-    __slots__ = ("_first_count", "_newest_count", "_size", "count", "num_losses")
+    __slots__ = ("_first_count", "_newest_count", "_size", "count", "num_losses", "num_none")
 
     def __init__(self) -> None:
+        self.num_none = 0
+        """Batches of the whole run for which the step returned None."""
         self.begin(1)
 
     def begin(self, size: int) -> None:
@@ -53,6 +55,7 @@ class WindowLoss:
             if self._first_count is not None:
                 raise _mixed()
         elif outputs is None:
+            self.num_none += 1
             return None
         elif isinstance(outputs, Mapping):
             if "loss" not in outputs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from ..callbacks.state import RunState
 from ..data.loader import PreparedLoader
 from ..data.window import Window
 from ..strategies.scheduler import planned_length
+from .advice import is_too_short, likely_mistakes
 from .optimization import SchedulerConfig
 from .run import Run, Training
 from .setup import prepare_training, start_run
@@ -148,6 +148,8 @@ def _step_schedulers(plan: Plan, training: Training, rates: Iterable[SchedulerCo
 
 
 def _step_alone(scheduler: Any) -> None:
+    if getattr(scheduler, "total_steps", None) == getattr(scheduler, "last_epoch", -1):
+        return  # it has a hard end
     with warnings.catch_warnings():  # torch warns of a schedule that moves while its optimizer does not
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
         scheduler.step()
@@ -192,36 +194,23 @@ def _note_unplannable(plan: Plan, training: Training, schedules: Mapping[str, Sc
 
 
 def _look_for_mistakes(plan: Plan, run: Run, training: Training) -> None:
-    _look_for_monitors(plan, run, training)
+    plan.warnings += likely_mistakes(run, training)
     _look_for_cut_windows(plan, training)
     for rate in training.schedulers:
         planned = planned_length(rate.scheduler)
         steps = plan.steps if rate.interval == "step" else int(plan.epochs)
-        if planned is not None and plan.is_complete and planned > steps // rate.frequency:
+        if is_too_short(rate, steps):
+            plan.warnings.append(
+                f"{type(rate.scheduler).__name__} ends after {planned} steps of its own, but the run gives it "
+                f"{steps // rate.frequency}: fit refuses it."
+            )
+        elif planned is not None and plan.is_complete and planned > steps // rate.frequency:
             plan.warnings.append(
                 f"{type(rate.scheduler).__name__} is planned for {planned} steps of its own, but the run gives it "
                 f"{steps // rate.frequency}: the learning rate does not reach its end."
             )
     if training.validation is not None and plan.is_complete and not plan.due.get("validation"):
         plan.warnings.append(f"validation never falls due: val_every='{training.val_schedule.interval}'.")
-
-
-def _look_for_monitors(plan: Plan, run: Run, training: Training) -> None:
-    provided = {name for callback in run.callbacks for name in callback.provides}
-    known = provided | set(_text_constants(type(run.task)))
-    wanted = {name: type(c).__name__ for c in run.callbacks for name in c.reads}
-    wanted |= {rate.monitor: type(rate.scheduler).__name__ for rate in training.schedulers if rate.monitor}
-    for name, reader in wanted.items():
-        stem = name.removesuffix("_epoch").removesuffix("_step").partition("/dataloader_idx_")[0]
-        if not {name, stem} & known and not any(_is_part(text, stem) for text in known):
-            plan.warnings.append(
-                f"{reader} watches {name!r}, a name that neither a callback provides nor the task's code holds."
-            )
-
-
-def _is_part(text: str, name: str) -> bool:
-    """Whether a text of the code may be the constant part of an f-string that makes the name."""
-    return len(text) >= 4 and ("/" in text or "_" in text) and (name.startswith(text) or name.endswith(text))
 
 
 def _look_for_cut_windows(plan: Plan, training: Training) -> None:
@@ -237,26 +226,6 @@ def _look_for_cut_windows(plan: Plan, training: Training) -> None:
         plan.warnings.append(
             f"{training.num_batches} batches per epoch are no multiple of accumulate={training.window_size}: {what}."
         )
-
-
-def _text_constants(cls: type) -> Iterator[str]:
-    """Every text in the code of a class and its bases, as far as `Task`: names of metrics are among them."""
-    for base in cls.__mro__:
-        if base is Task:
-            return
-        for member in vars(base).values():
-            if isinstance(member, types.FunctionType):
-                yield from _constants_of(member.__code__)
-
-
-def _constants_of(code: types.CodeType) -> Iterator[str]:
-    for constant in code.co_consts:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, tuple):
-            yield from (part for part in constant if isinstance(part, str))
-        elif isinstance(constant, types.CodeType):
-            yield from _constants_of(constant)
 
 
 @contextmanager
@@ -283,8 +252,11 @@ def _describe_length(plan: Plan) -> list[str]:
     return lines
 
 
+_titles = {"log": "Log", "validation": "Validation"}
+
+
 def _describe_due(plan: Plan) -> list[str]:
-    lines = [f"{name.capitalize():<11} {_steps(steps)}" for name, steps in plan.due.items()]
+    lines = [f"{_titles.get(name, name):<11} {_steps(steps)}" for name, steps in plan.due.items()]
     if plan.learning_rates:
         shown = _shortened([f"{rate:.4g} from step {step}" for step, rate in plan.learning_rates])
         lines.append(f"{'Rate':<11} {', '.join(shown)}")
@@ -294,7 +266,9 @@ def _describe_due(plan: Plan) -> list[str]:
 def _describe_rest(plan: Plan) -> list[str]:
     size = plan.weights["bytes"] / 1e6
     lines = [f"Weights     {plan.weights['tensors']} tensors, {plan.weights['elements']:,} elements, {size:.2f} MB"]
-    lines += [f"Callback    {name}: {', '.join(events) or 'no event'}" for name, events in plan.callbacks]
+    lines += [
+        f"Callback    {name}: {', '.join(_shortened(events, 5)) or 'no event'}" for name, events in plan.callbacks
+    ]
     lines += [f"Look at     {text}" for text in plan.warnings]
     return lines
 
@@ -302,6 +276,8 @@ def _describe_rest(plan: Plan) -> list[str]:
 def _steps(steps: Sequence[int]) -> str:
     if not steps:
         return "never"
+    if len(steps) == 1:
+        return f"at step {steps[0]}"
     return f"at steps {', '.join(_shortened([str(step) for step in steps]))} ({len(steps)} times)"
 
 

@@ -15,8 +15,9 @@ from ..data.configuration import DataLoaderConfiguration
 from ..data.loader import PreparedLoader
 from ..data.samplers import with_seedable_sampler
 from ..distributed.errors import ConfigError
-from ..strategies.forward import ContextFactory, wrap_forward
-from ..strategies.optimizer import GatedOptimizer, move_optimizer_state
+from ..strategies.forward import wrap_forward
+from ..strategies.optimizer import GatedOptimizer, move_optimizer_state, parameters_of
+from ..strategies.precision import ContextFactory
 from ..strategies.scheduler import GatedScheduler
 from ..strategies.strategy import Strategy
 
@@ -233,7 +234,7 @@ def _is_new_optimizer(item: Any) -> bool:
 
 def _shares_parameters(optimizer: Optimizer, model: nn.Module) -> bool:
     own = {id(parameter) for parameter in model.parameters()}
-    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+    return any(id(parameter) in own for parameter in parameters_of(optimizer))
 
 
 def _is_dispatched(model: nn.Module) -> bool:

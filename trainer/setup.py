@@ -248,7 +248,8 @@ def prepare_evaluation(run: Run, settings: Settings, stage: Stage, data: Any) ->
     """
     task = run.task
     short = {"validation": "val"}.get(stage.name, stage.name)
-    if stage.name != "predict" and not overrides(task, stage.step):
+    answers = overrides(task, stage.step) or (stage.name == "predict" and type(task).forward is not Task.forward)
+    if not answers:
         raise TaskError(
             f"{type(task).__name__} has no {stage.step}, which {stage.name} needs. Override it in the task."
         )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.weights import save_weights
 from ..distributed.errors import ConfigError
-from ..distributed.units import convert_file_size_to_int
+from ..distributed.units import convert_file_size_to_int, size_bytes
 from ..strategies.forward import extract_model_from_parallel
 from ..strategies.strategy import Strategy
 
@@ -20,13 +20,13 @@ class StateMethods:
     """The state of prepared models, and of further objects.
 
     Args:
-        strategy: how the models are wrapped.
         is_main_process: whether this process writes.
     """
 
-    def __init__(self, strategy: Strategy, is_main_process: bool) -> None:
-        self.strategy = strategy
-        """How a step is carried out."""
+    strategy: Strategy
+    """How a step is carried out, and how the models are wrapped."""
+
+    def __init__(self, is_main_process: bool) -> None:
         self._writes = is_main_process
         self._custom_objects: list[Any] = []
 
@@ -40,8 +40,7 @@ class StateMethods:
             keep_fp32_wrapper: keep its forward in mixed precision. False gives the model its own back, in place.
             keep_torch_compile: keep the wrapper of `torch.compile`.
         """
-        inner = self.strategy.unwrap(model)
-        return extract_model_from_parallel(inner, keep_fp32_wrapper, keep_torch_compile)  # type: ignore[no-any-return]
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)  # type: ignore[no-any-return]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's full state by name; without `unwrap` with the names of what was put around it. Collective."""
@@ -69,7 +68,7 @@ class StateMethods:
             raise ConfigError("save_model(safe_serialization=False): weights are not pickled. Leave it out.")
         limit = convert_file_size_to_int(max_shard_size)
         plain = self.unwrap_model(model, keep_torch_compile=False)
-        size = sum(t.numel() * t.element_size() for t in plain.state_dict().values() if isinstance(t, Tensor))
+        size = size_bytes(value for value in plain.state_dict().values() if isinstance(value, Tensor))
         if size > limit:
             warnings.warn(
                 f"save_model: the weights have {size} bytes, more than max_shard_size={max_shard_size!r}. This version "

@@ -13,7 +13,6 @@ from ..data.sizes import find_batch_size
 from ..distributed.errors import TaskError
 
 if TYPE_CHECKING:
-    from ..strategies.optimizer import GatedOptimizer
     from .metrics import Reduce
     from .trainer import Trainer
 
@@ -142,8 +141,8 @@ class Task(nn.Module):
         for name, value in metrics.items():
             self.log(name, value, **options)
 
-    def optimizers(self) -> GatedOptimizer | list[GatedOptimizer]:
-        """The optimizer, or the list of them, for manual optimization."""
+    def optimizers(self) -> Any:
+        """The `GatedOptimizer`, or the list of them, for manual optimization."""
         found = self.trainer.gated_optimizers
         return found[0] if len(found) == 1 else list(found)
 
@@ -189,7 +188,7 @@ class Task(nn.Module):
         return kept
 
     def save_hyperparameters(self, *names: str, ignore: Sequence[str] = ()) -> None:
-        """Keep the arguments of the `__init__` that calls this, in `hparams`.
+        """Keep the arguments of the `__init__` that calls this, in `hparams`. Modules among them are left out.
 
         Args:
             names: those to keep; without any, all.
@@ -197,16 +196,18 @@ class Task(nn.Module):
         """
         frame = inspect.currentframe()
         caller = frame.f_back if frame is not None else None
-        if caller is None or caller.f_locals.get("self") is not self:
+        own_name = caller.f_code.co_varnames[0] if caller is not None and caller.f_code.co_argcount else ""
+        if caller is None or caller.f_locals.get(own_name) is not self:
             raise TaskError("save_hyperparameters() has to be called in the task's own __init__.")
         arguments, _, keywords, values = inspect.getargvalues(caller)
-        found = {name: values[name] for name in arguments if name != "self"}
+        found = {name: values[name] for name in arguments if name != own_name}
         found.update(values.get(keywords or "", {}))
         if missing := set(names) - set(found):
             raise TaskError(
                 f"save_hyperparameters: {sorted(missing)} are no arguments of __init__. It has {sorted(found)}."
             )
-        self.hparams.update({k: v for k, v in found.items() if (not names or k in names) and k not in ignore})
+        chosen = {k: v for k, v in found.items() if (not names or k in names) and k not in ignore}
+        self.hparams.update({k: v for k, v in chosen.items() if not isinstance(v, nn.Module)})
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle of the task takes its run along otherwise.

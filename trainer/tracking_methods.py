@@ -34,7 +34,6 @@ class TrackingMethods:
         self.log_with = [log_with] if isinstance(log_with, (str, Tracker, type)) else list(log_with or [])
         """What was asked for."""
         self._group = create_trackers(self.log_with, enabled=is_main_process)
-        self._is_tracking = False
         self._next_step = 0
 
     @property
@@ -50,7 +49,7 @@ class TrackingMethods:
     @property
     def trackers(self) -> list[Tracker]:
         """The trackers that `init_trackers` has opened."""
-        return list(self._group.trackers) if self._is_tracking else []
+        return list(self._group.trackers) if self._group.is_open else []
 
     def init_trackers(
         self,
@@ -77,7 +76,6 @@ class TrackingMethods:
             self._group = create_trackers(configured, enabled=self._group.enabled)
         folder = Path(self.logging_dir or _DEFAULT_FOLDER) / project_name
         self._group.start(RunInfo(names[0] if names else project_name, project_name, folder), config or {})
-        self._is_tracking = True
         self._next_step = 0
 
     def log(
@@ -98,7 +96,7 @@ class TrackingMethods:
         """
         if not self.log_with:
             return
-        if not self._is_tracking:
+        if not self._group.is_open:
             raise TrackerError(
                 "accelerator.log was called while no run is open. Call init_trackers(project_name) first."
             )
@@ -136,7 +134,6 @@ class TrackingMethods:
     def end_training(self) -> None:
         """Close the run in every tracker."""
         self._group.finish("success")
-        self._is_tracking = False
 
     def _check_words(self, options: Mapping[str, Any]) -> None:
         known = {*tracker_words(), *(tracker.name for tracker in self._group.trackers)}

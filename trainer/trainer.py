@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -28,6 +29,7 @@ from ..trackers.registry import create_trackers
 from ..trackers.tracker import RunInfo, Status, Tracker
 from . import loop
 from .accelerator import Accelerator
+from .advice import check_schedules, unheard_events
 from .evaluation import PREDICT, TEST, VALIDATION, Stage, evaluate, predict
 from .loaders import read_batch_limits
 from .modes import deterministic_algorithms, training_mode
@@ -168,7 +170,10 @@ class Trainer(RunReadings):
         with ExitStack() as stack:
             run = self._start(stack, task, "train")
             training = run.training = prepare_training(run, self.settings, train, val)
+            check_schedules(training)
             place(run, training)
+            for text in unheard_events(run):
+                warnings.warn(text, stacklevel=2)
             self._open_trackers(run)
             stack.enter_context(training_mode(run.task))
             loop.fit(run, training)

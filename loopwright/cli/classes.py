@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import sys
@@ -55,12 +54,12 @@ def find_class(path: str) -> Callable[..., Any]:
     path = full_class_path(path)
     module, _, name = path.rpartition(".")
     if not module:
-        near = difflib.get_close_matches(path, PUBLIC_NAMES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            f"class_path {path!r} is no public name of loopwright.{hint} A class of your own is named with its module, "
-            f"such as task.{path} for a file task.py next to the YAML file."
+        hint = suggest(path, PUBLIC_NAMES, is_listed=False)
+        message = (
+            f"class_path {path!r} is no public name of loopwright. A class of your own is named with its module, such "
+            f"as task.{path} for a file task.py next to the YAML file. {hint}"
         )
+        raise ConfigError(message.rstrip())
     if module.partition(".")[0] in sys.stdlib_module_names:
         raise ConfigError(f"class_path {path!r} belongs to Python itself. Name a class or function made for this.")
     owner = _find_owner(module)

@@ -9,17 +9,19 @@ from pathlib import Path
 from jsonargparse import ArgumentError, ArgumentParser
 
 from ..checkpoint.weights import load_weights
+from ..distributed.atomic import whole_file
 from ..distributed.errors import CheckpointError, ConfigError
+from ..distributed.paths import free_path
 from ..trainer.setup import build_model
 from ..trainer.task import Task
 from ..trainer.trainer import Trainer
-from .classes import full_class_path, python_path
+from .classes import find_class, full_class_path, python_path
 from .config import RunConfig, add_trainer
 from .loaders import loader_of
+from .parsed import ParsedConfig
 from .predictions import prediction_writer
 from .request import read_request
-from .saving import save_config
-from .settings import Settings
+from .sources import Sources
 
 Options = Mapping[str, str]
 
@@ -33,31 +35,35 @@ def run_config_command(command: str, arguments: Sequence[str]) -> int:
     request = read_request(command, arguments)
     if request.file is None:
         return _without_file(command, is_help="help" in request.switches)
-    settings = Settings.read(request.file, request.flags, os.environ)
-    with python_path(settings.folders):
-        config = RunConfig(settings, prog=f"loopwright {command} FILE.yaml")
+    sources = Sources.read(request.file, request.flags, os.environ)
+    with python_path(sources.folders):
+        config = RunConfig(sources, prog=f"loopwright {command} FILE.yaml")
         if "help" in request.switches:
             config.parser.print_help()
             return 0
         if request.class_help is not None:
             return _print_class_help(config, *request.class_help)
-        config.parse()
+        parsed = config.parse()
         if "print_config" in request.switches:
-            print(config.to_yaml(), end="")
+            print(parsed.to_yaml(), end="")
         else:
-            _COMMANDS[command](config, request.options)
+            _COMMANDS[command](parsed, request.options)
     return 0
 
 
 def _print_class_help(config: RunConfig, key: str, class_path: str) -> int:
-    """Let jsonargparse print the arguments of a class that can stand at a key."""
+    """Let jsonargparse print the arguments of a class that can stand at a key, and exit."""
+    find_class(class_path)
+    problem: Exception | None = None
     try:
         config.parser.parse_args([f"--{key}={full_class_path(class_path)}"])
     except ArgumentError as error:
-        raise ConfigError(f"--{key}: {error}") from error
+        problem = error
     except SystemExit:
         return 0
-    raise ConfigError(f"--{key}: there is no class at this key. --help lists the keys with one.")
+    raise ConfigError(
+        f"--{key}: {class_path} can't stand at this key. --help lists the keys with their types."
+    ) from problem
 
 
 def _without_file(command: str, *, is_help: bool) -> int:
@@ -72,48 +78,67 @@ def _without_file(command: str, *, is_help: bool) -> int:
     return 0
 
 
-def _fit(config: RunConfig, options: Options) -> None:
+def _fit(config: ParsedConfig, options: Options) -> None:
     task, data, trainer = config.build()
     _describe_run(task, trainer, config)
     train, val = loader_of(data, "train"), loader_of(data, "val", is_required=False)
     trainer.on("fit_start", lambda *_: _save_config(trainer, config))
     trainer.fit(task, train, val)
+    if trainer.stop_reason is not None:
+        print(f"The run ended: {trainer.stop_reason}")
     if trainer.run_directory.is_dir():
         print(f"The files of this run are in {trainer.run_directory}")
 
 
-def _describe_run(task: Task, trainer: Trainer, config: RunConfig) -> None:
+def _describe_run(task: Task, trainer: Trainer, config: ParsedConfig) -> None:
     """Let the trackers have the whole file, and not the trainer's arguments alone."""
     values = config.values
-    task.hparams.update(values["task"]["init_args"] | task.hparams)
+    task.hparams.update(values["task"].get("init_args", {}) | task.hparams)
     trainer.config.update(values["trainer"])
     if "data" in values:
         trainer.config["data"] = values["data"]
 
 
-def _save_config(trainer: Trainer, config: RunConfig) -> None:
+def _save_config(trainer: Trainer, config: ParsedConfig) -> None:
     if trainer.process.is_main_process and not trainer.is_fast_dev_run:
         save_config(config.to_yaml(), trainer.run_directory)
 
 
-def _plan(config: RunConfig, options: Options) -> None:
+def save_config(text: str, directory: Path) -> Path:
+    """Write `config.yaml`, whole or not at all, and return its path.
+
+    A file of another run is never overwritten: where one with other content stands, this one is `config-2.yaml`, and
+    so on; where one with the same content stands, nothing is written.
+    """
+
+    def is_of_another_run(file: Path) -> bool:
+        return file.exists() and file.read_text(encoding="utf-8") != text
+
+    file = free_path(directory / "config.yaml", is_taken=is_of_another_run)
+    if not file.exists():
+        with whole_file(file) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    return file
+
+
+def _plan(config: ParsedConfig, options: Options) -> None:
     task, data, trainer = config.build()
     print(trainer.plan(task, loader_of(data, "train"), loader_of(data, "val", is_required=False)))
 
 
-def _validate(config: RunConfig, options: Options) -> None:
+def _validate(config: ParsedConfig, options: Options) -> None:
     task, data, trainer = config.build()
     _load(task, options)
     _print_metrics(trainer.validate(task, loader_of(data, "val")))
 
 
-def _test(config: RunConfig, options: Options) -> None:
+def _test(config: ParsedConfig, options: Options) -> None:
     task, data, trainer = config.build()
     _load(task, options)
     _print_metrics(trainer.test(task, loader_of(data, "test")))
 
 
-def _predict(config: RunConfig, options: Options) -> None:
+def _predict(config: ParsedConfig, options: Options) -> None:
     task, data, trainer = config.build()
     _load(task, options)
     file = Path(options["output"]) if "output" in options else None
@@ -138,7 +163,7 @@ def _print_metrics(metrics: Mapping[str, float]) -> None:
         print(f"{name}: {value:.6g}")
 
 
-_COMMANDS: dict[str, Callable[[RunConfig, Options], None]] = {
+_COMMANDS: dict[str, Callable[[ParsedConfig, Options], None]] = {
     "fit": _fit,
     "plan": _plan,
     "validate": _validate,

@@ -1,4 +1,10 @@
-"""The configuration of a run: read from its sources, checked against the classes it names, and built."""
+"""The configuration of a run: read from its sources, and checked against the classes that it names.
+
+Scalars get their types by our own reader (`scalars.py`, `typed.py`), before jsonargparse sees them. By itself it takes
+a file's `no`, `007` and `1e3` for a boolean and numbers where the field is a text, calls `1` no boolean, reads a file
+otherwise than a flag, and stops at the first problem, where all are wanted at once, each with its source. What it does
+is the help, the checks of all other types, and the building of objects.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +14,32 @@ from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from ..distributed.errors import ConfigError
-from ..distributed.random import set_seed
-from ..trainer.task import Task
+from ..distributed.errors import ConfigError, suggest
 from ..trainer.trainer import Trainer
-from .classes import find_class, folders_used
-from .near import nearest_anywhere
-from .resolved import plain_values, to_yaml, without_wrappers
-from .settings import Settings
+from .classes import find_class
+from .parsed import ParsedConfig
+from .resolved import without_wrappers
+from .scalars import is_null
 from .signature import describe, parameters_of
-from .sources import KEYS, Tree
-from .text import is_null
+from .sources import KEYS, Sources, Tree
 from .typed import Problem, TypedReader
 
 
 class RunConfig:
-    """A checked configuration. Use it inside `python_path(settings.folders)`: it imports the classes that are named.
+    """A configuration that was read. Use it inside `python_path(sources.folders)`: it imports the classes it names.
 
     Args:
-        settings: what the sources say.
+        sources: what the file, the environment and the flags say.
         prog: the program's name in the help.
     """
 
-    def __init__(self, settings: Settings, prog: str = "loopwright fit FILE.yaml") -> None:
-        self.settings = settings
+    def __init__(self, sources: Sources, prog: str = "loopwright fit FILE.yaml") -> None:
+        self.sources = sources
         self._reader = TypedReader()
         self._tree = self._read_tree()
         self.parser = self._make_parser(prog)
 
-    def parse(self) -> None:
+    def parse(self) -> ParsedConfig:
         """Check the types of all values, and fill in the defaults.
 
         Raises:
@@ -49,57 +52,11 @@ class RunConfig:
         except ArgumentError as error:
             raise ConfigError(self._explained(str(error))) from error
         assert isinstance(parsed, Namespace)
-        self._parsed = parsed
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """Every key with its value, defaults included, as plain values. After `parse`."""
-        values = plain_values(self._parsed)
-        values["trainer"] = {key: value for key, value in values["trainer"].items() if value is not None}
-        used = folders_used(self._reader.class_paths, self.settings.folders)
-        folders = [str(folder) for folder in dict.fromkeys([*self.settings.python_path, *used])]
-        if folders:
-            values["python_path"] = folders
-        return {key: value for key, value in values.items() if value is not None}
-
-    def to_yaml(self) -> str:
-        """The file that runs the same again. After `parse`."""
-        return to_yaml(self.values)
-
-    def build(self) -> tuple[Task, Any, Trainer]:
-        """The task, what the class or function of `data` gives (None without one), and the trainer. After `parse`.
-
-        Random states are seeded by `trainer.seed` before anything is built, the task first.
-
-        Raises:
-            ConfigError: the task is no `Task`.
-        """
-        if self._parsed.trainer.seed is not None:
-            set_seed(self._parsed.trainer.seed)
-        objects = self._instantiate()
-        task = self._call("task", objects)
-        if not isinstance(task, Task):
-            raise ConfigError(f"task is {type(task).__name__}, which is not a subclass of loopwright.Task.")
-        data = self._call("data", objects) if "data" in self._tree else None
-        return task, data, Trainer(**_arguments(objects.trainer))
-
-    def _instantiate(self) -> Namespace:
-        """The parsed values with an object in the place of each class that is an argument."""
-        try:
-            objects: Namespace = self.parser.instantiate(self._parsed, instantiators=[(_construct, object, True)])
-            return objects
-        except _Raised as raised:
-            error = raised.error
-        raise error  # the exception of the user's class, as if nothing stood between
-
-    def _call(self, section: str, objects: Namespace) -> Any:
-        target = find_class(self._tree[section]["class_path"])
-        given = objects[section].get("init_args")
-        return target(**({} if given is None else _arguments(given)))
+        return ParsedConfig(parsed, self.parser, self.sources, self._reader.class_paths)
 
     def _read_tree(self) -> Tree:
         """The tree with typed values; problems go to the reader."""
-        tree, reader = self.settings.tree, self._reader
+        tree, reader = self.sources.tree, self._reader
         read: Tree = {}
         for section in ("task", "data"):
             if section in tree and not is_null(tree[section]):
@@ -109,12 +66,13 @@ class RunConfig:
             reader.problems.append(Problem("task", message, is_missing=True))
         trainer = parameters_of(Trainer)
         read["trainer"] = reader.read_arguments(tree.get("trainer"), trainer, "trainer", is_none_a_value=False)
-        known = [f"trainer.{name}" for name in trainer]
+        places = {name: f"trainer.{name}" for name in trainer}
         for section in ("task", "data"):
-            known += [f"{section}.init_args.{name}" for name in _parameter_names(read.get(section))]
+            places |= {name: f"{section}.init_args.{name}" for name in _parameter_names(read.get(section))}
+        places |= {key: key for key in KEYS}
         for key in tree:
             if key not in KEYS:
-                reader.problems.append(Problem(key, f"unknown key. {nearest_anywhere(key, KEYS, known)}"))
+                reader.problems.append(Problem(key, f"unknown key. {suggest(key, KEYS, places=places)}"))
         return read
 
     def _raise_problems(self) -> None:
@@ -124,18 +82,18 @@ class RunConfig:
         lines = [f"{problem.path} (in {self._origin_of(problem)}): {problem.message}" for problem in problems]
         if len(lines) == 1:
             raise ConfigError(lines[0])
-        raise ConfigError("\n  ".join([f"{self.settings.file}: {len(lines)} problems.", *lines]))
+        raise ConfigError("\n  ".join([f"{self.sources.file}: {len(lines)} problems.", *lines]))
 
     def _origin_of(self, problem: Problem) -> str:
-        return str(self.settings.file) if problem.is_missing else self.settings.origin_of(problem.path)
+        return str(self.sources.file) if problem.is_missing else self.sources.origin_of(problem.path)
 
     def _explained(self, message: str) -> str:
         """An error of jsonargparse in few words: the key, its source, what came and what is accepted."""
         found = re.search(r'[Kk]ey "([^"]+)"', message)
         if found is None:
-            return f"{self.settings.file}: {message}"
+            return f"{self.sources.file}: {message}"
         path = found[1]
-        place = f"{path} (in {self.settings.origin_of(path)})"
+        place = f"{path} (in {self.sources.origin_of(path)})"
         value: Any = self._tree
         for key in path.split("."):
             value = value.get(key) if isinstance(value, dict) else None
@@ -180,21 +138,3 @@ def _add_section(parser: ArgumentParser, section: str, target: Callable[..., Any
 
 def _parameter_names(spec: Tree | None) -> list[str]:
     return [] if spec is None else list(parameters_of(find_class(spec["class_path"])))
-
-
-def _arguments(namespace: Namespace) -> dict[str, Any]:
-    return {name: without_wrappers(value) for name, value in vars(namespace).items()}
-
-
-class _Raised(BaseException):
-    """Carries an exception of a constructor past jsonargparse, which would otherwise go on with other types."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-def _construct(cls: type, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return cls(*args, **{name: without_wrappers(value) for name, value in kwargs.items()})
-    except Exception as error:
-        raise _Raised(error) from error

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 
 from .. import __version__
+from ..distributed.environment import KEY_PREFIX, variable_names
 from ..distributed.errors import ConfigError
-from .sources import ENVIRONMENT_PREFIX
 
 REQUIRED = ("safetensors", "pyyaml", "tqdm", "tensorboard", "jsonargparse", "numpy")
 OPTIONAL = (
@@ -33,7 +33,7 @@ def run_env(arguments: Sequence[str]) -> int:
 
 
 def describe() -> Iterator[tuple[str, str]]:
-    """Pairs of a name and a value. Of environment variables only the names."""
+    """Pairs of a name and a value."""
     import torch
 
     yield "loopwright", __version__
@@ -45,7 +45,16 @@ def describe() -> Iterator[tuple[str, str]]:
         yield name, _version(name) or "not installed"
     found = {name: version for name in OPTIONAL if (version := _version(name))}
     yield "optional packages", ", ".join(f"{name} {version}" for name, version in found.items()) or "none"
-    yield "variables set", ", ".join(sorted(n for n in os.environ if n.startswith(ENVIRONMENT_PREFIX))) or "none"
+    yield "variables set", ", ".join(_variables()) or "none"
+
+
+def _variables() -> Iterator[str]:
+    """Those that are read. The keys of a file may hold secrets, and so may what only looks like ours: names alone."""
+    for name, text in sorted(os.environ.items()):
+        if name in variable_names():
+            yield f"{name}={text}"
+        elif name.startswith(KEY_PREFIX):
+            yield name
 
 
 def _devices() -> Iterator[str]:

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..distributed.errors import ConfigError
-
-STAGES = ("train", "val", "test", "predict")
+from ..trainer.loaders import STAGES
 
 
 def loader_of(data: Any, stage: str, *, is_required: bool = True) -> Any:

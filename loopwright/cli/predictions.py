@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import torch
 
-from ..checkpoint.atomic import whole_file
+from ..distributed.atomic import whole_file
 
 
 class PredictionWriter:

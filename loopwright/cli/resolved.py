@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
+from ..distributed.environment import read_boolean
 from .scalars import Verbatim, read_untyped
 
 
@@ -78,7 +79,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    is_text = isinstance(read_untyped(text), Verbatim)
+    is_text = isinstance(read_untyped(text), Verbatim) and read_boolean(text) is None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_text else "'")
 
 

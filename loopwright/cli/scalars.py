@@ -1,15 +1,19 @@
-"""From the text of a scalar to the type of its field: one rule for the file, the environment and the flags."""
+"""YAML in which the field, and not the spelling, decides a value's type: one rule for files, variables and flags.
+
+YAML 1.1 reads `1e-3` as text, `007` as a number and `no` as a boolean, whatever the field is. Here every scalar stays
+the text that was written, and `read_scalar` gives it its type once the field is known.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
-from .text import NULLS, Plain
+import yaml
 
-TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
-FALSE_WORDS = frozenset({"false", "no", "off", "0"})
+from ..distributed.environment import FALSE_WORDS, TRUE_WORDS, read_boolean
+from ..distributed.errors import ConfigError
 
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
 _NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?")
@@ -19,6 +23,24 @@ _SPECIAL = {
     for dot in ("", ".")
     for word in ("inf", "nan")
 }
+
+
+class Plain(str):
+    """A scalar written without quotes: the field decides what it is. One in quotes is an ordinary `str`."""
+
+    __slots__ = ()
+
+
+class TextMapping(dict[str, Any]):
+    """A mapping that came as text, from a flag or a variable; `text` is what a field of text takes instead."""
+
+    text: str
+
+
+class TextList(list[Any]):
+    """A list that came as text, from a flag or a variable; `text` is what a field of text takes instead."""
+
+    text: str
 
 
 class UnreadableError(ValueError):
@@ -37,6 +59,44 @@ class Verbatim:
         return repr(self.text)
 
 
+NULLS = frozenset({"", "~", "null", "Null", "NULL"})
+
+
+def is_null(value: object) -> bool:
+    """Whether a value was left empty or written as YAML's null."""
+    return isinstance(value, Plain) and value in NULLS
+
+
+def read_yaml(text: str, label: str) -> Any:
+    """The mappings, lists and texts of a YAML document. Tags that would run code are refused.
+
+    Args:
+        text: the document.
+        label: what it is, for errors: a file's name.
+    Raises:
+        ConfigError: it is not valid YAML, or gives a key twice.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{label} is not valid YAML: {error}") from error
+
+
+def read_argument(text: str) -> Any:
+    """The value of a flag or a variable: lists, mappings and quoted text as in YAML, else the text as it is."""
+    if text[:1] not in tuple("[{\"'"):
+        return Plain(text)
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        return Plain(text)
+    if isinstance(value, dict | list):
+        given = TextMapping(value) if isinstance(value, dict) else TextList(value)
+        given.text = text
+        return given
+    return value
+
+
 def read_scalar(text: str, kinds: Sequence[Any]) -> object:
     """The value that `text` is for a field whose type is any of `kinds`.
 
@@ -49,7 +109,7 @@ def read_scalar(text: str, kinds: Sequence[Any]) -> object:
     is_quoted = not isinstance(text, Plain)
     if str in kinds and (is_quoted or set(kinds) <= {str, type(None)}):
         return str(text)
-    for kind, reader in ((int, _read_integer), (float, _read_float), (bool, _read_boolean)):
+    for kind, reader in ((int, _read_integer), (float, _read_float), (bool, read_boolean)):
         if kind in kinds:
             value = reader(str(text))
             if value is not None:
@@ -59,7 +119,7 @@ def read_scalar(text: str, kinds: Sequence[Any]) -> object:
     if Any in kinds:
         return Verbatim(str(text)) if is_quoted else read_untyped(text)
     if set(kinds) <= {bool, type(None)}:
-        words = ", ".join([*sorted(TRUE_WORDS), *sorted(FALSE_WORDS)])
+        words = ", ".join(TRUE_WORDS + FALSE_WORDS)
         raise UnreadableError(f"{str(text)!r} is not a boolean. Expected true or false (or one of: {words}).")
     return str(text)
 
@@ -88,8 +148,22 @@ def _read_float(text: str) -> float | None:
     return _SPECIAL.get(text.lower())
 
 
-def _read_boolean(text: str) -> bool | None:
-    word = text.lower()
-    if word in TRUE_WORDS:
-        return True
-    return False if word in FALSE_WORDS else None
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader without its guesses at types."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        written = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        twice = {key for key in written if written.count(key) > 1}
+        if twice:
+            place = node.start_mark
+            raise yaml.MarkedYAMLError(problem=f"keys given twice: {', '.join(sorted(twice))}", problem_mark=place)
+        return super().construct_mapping(node, deep)
+
+
+def _construct_text(loader: _Loader, node: yaml.ScalarNode) -> str:
+    return Plain(node.value) if node.style is None else str(node.value)
+
+
+# Only `<<` keeps its meaning; every other plain scalar is text until its field is known.
+_Loader.yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("^<<$"))]}
+_Loader.add_constructor("tag:yaml.org,2002:str", _construct_text)

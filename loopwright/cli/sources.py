@@ -1,4 +1,4 @@
-"""Where a run's settings come from: the file, then the environment, then the flags; each wins over the ones before."""
+"""Where a run's configuration comes from: the file, the environment, the flags; each wins over the ones before."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..distributed.environment import KEY_PREFIX
 from ..distributed.errors import ConfigError, suggest
-from .text import Plain, TextMapping, is_null, read_argument, read_yaml
+from .scalars import Plain, TextMapping, is_null, read_argument, read_yaml
 
-ENVIRONMENT_PREFIX = "LOOPWRIGHT_"
 KEYS = ("task", "data", "trainer", "python_path")
 """The keys of a file."""
 
@@ -19,7 +19,7 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Settings as one place gives them."""
+    """What one place gives."""
 
     label: str
     """What to call the place in an error: a file's name, "the environment", "the command line"."""
@@ -37,6 +37,61 @@ class Source:
             else:
                 return False
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What the file, the environment and the flags say, before anything is imported."""
+
+    file: Path
+    ranked: tuple[Source, ...]
+    """From the weakest to the strongest."""
+    tree: Tree
+    """All of them in one."""
+
+    @classmethod
+    def read(cls, file: Path, flags: Sequence[tuple[str, str]], environment: Mapping[str, str]) -> Sources:
+        """Read the three sources.
+
+        Raises:
+            ConfigError: the file can't be read, or a variable has an unknown key.
+        """
+        ranked = (read_file(file), read_environment(environment), read_flags(flags))
+        tree: Tree = {}
+        for source in ranked:
+            tree = merge(tree, source.tree)
+        return cls(file, ranked, tree)
+
+    @property
+    def folders(self) -> list[Path]:
+        """Where class paths are looked up before the installed packages: the file's folder, then `python_path`."""
+        return [self.file.resolve().parent, *self.python_path]
+
+    @property
+    def python_path(self) -> list[Path]:
+        """The folders of the key `python_path`, which are relative to the file's.
+
+        Raises:
+            ConfigError: it holds something else than paths.
+        """
+        given = self.tree.get("python_path", [])
+        folders = given if isinstance(given, list) else [] if is_null(given) else [given]
+        for folder in folders:
+            if not isinstance(folder, str):
+                origin = self.origin_of("python_path")
+                raise ConfigError(
+                    f"python_path (in {origin}): got {folder!r}. Expected a folder, or a list of folders."
+                )
+        return [(self.file.resolve().parent / folder).resolve() for folder in folders]
+
+    def origin_of(self, path: str) -> str:
+        """The strongest source that gives a key, or else what it stands in; for errors."""
+        keys = path.split(".")
+        for length in range(len(keys), 0, -1):
+            given = [source.label for source in self.ranked if source.gives(keys[:length])]
+            if given:
+                return given[-1]
+        return str(self.file)
 
 
 def read_file(file: Path) -> Source:
@@ -63,11 +118,11 @@ def read_environment(environment: Mapping[str, str]) -> Source:
     """
     tree: Tree = {}
     for name in sorted(environment):
-        path = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
-        if not name.startswith(ENVIRONMENT_PREFIX) or (len(path) == 1 and path[0] not in KEYS):
+        path = name.removeprefix(KEY_PREFIX).lower().split("__")
+        if not name.startswith(KEY_PREFIX) or (len(path) == 1 and path[0] not in KEYS):
             continue
         if path[0] not in KEYS:
-            known = [f"{ENVIRONMENT_PREFIX}{key.upper()}" for key in KEYS]
+            known = [f"{KEY_PREFIX}{key.upper()}" for key in KEYS]
             raise ConfigError(f"the variable {name} is not known. {suggest(name.partition('__')[0], known)}")
         _put(tree, path, read_argument(environment[name]))
     return Source("the environment", tree)

@@ -10,14 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from ..distributed.errors import ConfigError
+from ..distributed.errors import ConfigError, suggest
 from .classes import find_class, full_class_path, is_public_name
-from .near import nearest
-from .scalars import UnreadableError, Verbatim, read_scalar
+from .scalars import TextList, TextMapping, UnreadableError, Verbatim, is_null, read_scalar
 from .signature import Parameter, kinds_of, parameters_of
-from .text import TextList, TextMapping, is_null
+from .sources import Tree
 
-Tree = dict[str, Any]
 _SPEC_KEYS = ("class_path", "init_args")
 
 
@@ -137,9 +135,11 @@ class TypedReader:
     def _check_names(
         self, given: Tree, known: Mapping[str, Parameter] | Sequence[str], path: str, *, is_complete: bool = False
     ) -> None:
+        places = {name: f"{path}.{name}" for name in known}
         for name in given:
             if name not in known:
-                self.problems.append(Problem(f"{path}.{name}", f"unknown key. {nearest(name, known, path)}"))
+                message = f"unknown key. {suggest(name, known, places=places)}"
+                self.problems.append(Problem(f"{path}.{name}", message))
         if is_complete and isinstance(known, Mapping):
             for name, parameter in known.items():
                 if parameter.is_required and name not in given:

@@ -70,7 +70,7 @@ class DigitGAN(Task):
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         """One step of the critic, then one of the generator."""
         real, _ = batch
-        generator_optimizer, critic_optimizer = self.optimizers()  # type: ignore[misc]  # a list: there are two
+        generator_optimizer, critic_optimizer = self.optimizers()  # a list: there are two
         fake = self(self._noise(len(real), real.device))
 
         critic_loss = _says(self.critic(real), 0.9) + _says(self.critic(fake.detach()), 0.0)

@@ -310,7 +310,7 @@ def test_same_name_twice_keeps_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"top_k": -2}, r"top_k=-2\). Expected a number of files"),
+        ({"top_k": -2}, r"ModelCheckpoint\(top_k=-2\)\. Expected an integer >= -1\. It is a number of files"),
         ({"top_k": 0, "last": False}, "saves nothing"),
         ({"every": "2 parsecs"}, r"ModelCheckpoint\(every\)='2 parsecs' has an unknown unit"),
         ({"monitor": "val/loss", "mode": "lower"}, r"mode='lower'\). "),

@@ -163,6 +163,7 @@ def test_pain_18_patience_survives_a_resume_and_a_stopped_run_stays_stopped() ->
     assert epochs_until_stop(patient, [1.5, 1.5, 0.1]) == 2
 
 
+@pytest.mark.filterwarnings("ignore:validation never ran")
 def test_metric_of_validation_stays_one_after_a_resume() -> None:
     """The first epoch's end after a resume, with no validation yet, must not count the restored value again."""
     first = EarlyStopping("val/loss", patience=3)
@@ -209,13 +210,14 @@ def test_monitor_of_validation_without_validation_data_fails_after_the_first_epo
 
 def test_monitor_that_has_values_of_steps_alone_says_so() -> None:
     trainer = trainer_with(EarlyStopping("train/score"), log_every=3)
-    with pytest.raises(MetricError, match=r"recorded for single steps, .* Log it with on_epoch=True"):
+    with pytest.raises(MetricError, match=r"logged for single steps, .* Log it with on_step=False, on_epoch=True"):
         trainer.fit(Scored([1.0, 1.0], on_step=True), [torch.ones(1, 1)] * 4)
 
 
 def test_run_that_ends_before_its_validation_is_no_error() -> None:
     trainer = trainer_with(EarlyStopping("val/loss"), max_epochs=None, max_steps=1)
-    trainer.fit(Scripted([]), BATCHES, [torch.ones(1, 1)])
+    with pytest.warns(UserWarning, match="validation never ran: val_every='1 epoch' did not come due in 1 steps"):
+        trainer.fit(Scripted([]), BATCHES, [torch.ones(1, 1)])
     assert trainer.state.step == 1
 
 

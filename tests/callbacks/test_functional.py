@@ -218,3 +218,22 @@ def test_device_values_are_not_read_by_filters() -> None:
     with Mode():
         found.fit(Scalar(), ones(6), None)
     assert "item" not in seen
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ({"once": True, "every": 7}, [7]),
+        ({"once": True, "after": 5}, [6]),
+        ({"once": True, "when": lambda trainer, task, outcome: trainer.state.step > 8}, [9]),
+        ({"once": True, "every": "0.5 epoch"}, [6]),  # the batch of a step counts when it is done
+        ({"once": 3}, [3]),
+    ],
+)
+def test_once_is_the_first_time_that_the_others_let_pass(filters: Any, expected: list[int]) -> None:
+    found, seen = trainer(max_epochs=2), []
+    found.on("step", lambda trainer, task, outcome: seen.append(trainer.state.step), **filters)
+    for _ in range(2):  # a second run begins anew
+        seen.clear()
+        found.fit(Scalar(), ones(10))
+        assert seen == expected

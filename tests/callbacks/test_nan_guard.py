@@ -221,6 +221,31 @@ def test_search_that_fails_does_not_hide_the_report() -> None:
         trainer_with(NaNGuard()).fit(Once(), xs(math.nan))
 
 
+class OfBatches(Deep):
+    """A step that takes the batch alone."""
+
+    def training_step(self, batch: Tensor) -> Tensor:  # type: ignore[override]
+        return super().training_step(batch, 0)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_search_calls_the_step_as_the_loop_does(precision: str) -> None:
+    task = OfBatches()
+    with pytest.raises(NonFiniteError, match=r"The first module with a bad output is 'net.1' \(Log\)"):
+        trainer_with(NaNGuard(), precision=precision).fit(task, [-3 * torch.ones(2, 1)])
+    assert task.num_calls == 2
+
+
+@pytest.mark.filterwarnings("ignore:state.samples does not count such batches")
+def test_samples_are_left_out_where_the_parts_of_a_batch_disagree() -> None:
+    class Uneven(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.w * batch[0].mean()  # type: ignore[no-any-return]
+
+    with pytest.raises(NonFiniteError, match=r"the loss is nan at step 1 \(epoch 0, batch 0\)\. The input batch\[0\]"):
+        trainer_with(NaNGuard()).fit(Uneven(), [[torch.full((2,), math.nan), torch.ones(3)]])
+
+
 class Normed(Slope):
     def __init__(self) -> None:
         super().__init__()

@@ -358,9 +358,18 @@ def test_a_notebook_is_found_without_importing_ipython(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_no_stderr_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", None)
-    trainer_with(ProgressBar()).fit(Tiny(), batches(1))
+def test_without_stderr_it_trains_the_same_and_shows_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = trainer_with(ProgressBar(style="lines"))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", None)
+        trainer.fit(Tiny(), batches(3), batches(2))
+        assert trainer.test(Tiny(), batches(2)) == {"val": 7}
+    assert trainer.state.step == 3
+    assert capsys.readouterr() == ("", "")
+    trainer.fit(Tiny(), batches(3))
+    assert capsys.readouterr().err.startswith("epoch 1/1  batch 3/3")
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_no_parameters() -> None:
 
 @pytest.mark.parametrize("make", [ModelSummary, lambda depth: summarize(nn.ReLU(), depth)])
 def test_depth_below_minus_one(make: Any) -> None:
-    with pytest.raises(ConfigError, match=r"max_depth=-2\. Expected -1 for everything"):
+    with pytest.raises(ConfigError, match=r"max_depth=-2\. Expected an integer >= -1\. -1 shows everything"):
         make(-2)
 
 

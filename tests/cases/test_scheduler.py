@@ -46,6 +46,7 @@ def test_b13_a_skipped_step_is_noticed_with_a_fused_optimizer(fused: bool) -> No
     assert precision.scaler.get_scale() == 32768
 
 
+@pytest.mark.filterwarnings("ignore:validation never ran")
 def test_b14_a_plateau_schedule_whose_run_ends_before_validation() -> None:
     class Plateau(Scheduled):
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:

@@ -121,9 +121,18 @@ def test_everybody_who_listens_is_told_the_epoch() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter([1])
 
-    loaders = [DataLoader(Data("data"), sampler=Sampler("sampler")), Loader("loader"), [1, 2]]
+    class Batches(Listener, torch.utils.data.Sampler[list[int]]):
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[0, 1]])
+
+    loaders = [
+        DataLoader(Data("data"), sampler=Sampler("sampler")),
+        DataLoader([1, 2], batch_sampler=Batches("batches")),  # type: ignore[arg-type]
+        Loader("loader"),
+        [1, 2],
+    ]
     CombinedLoader(loaders).set_epoch(4)
-    assert sorted(told) == [("data", 4), ("loader", 4), ("sampler", 4)]
+    assert sorted(told) == [("batches", 4), ("data", 4), ("loader", 4), ("sampler", 4)]
 
 
 @pytest.mark.parametrize(

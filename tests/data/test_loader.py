@@ -156,6 +156,9 @@ def test_batches_go_to_the_device() -> None:
     assert [batch.device.type for batch in loader] == ["meta", "meta"]
     loader.device = None
     assert [batch.device.type for batch in loader] == ["cpu", "cpu"]
+    data = [torch.ones(1)]
+    for device in (torch.device("cpu"), None):
+        assert next(iter(PreparedLoader(data, device=device))) is data[0]
 
 
 def test_loader_length_passes_errors_of_other_kinds() -> None:

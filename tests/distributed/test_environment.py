@@ -7,8 +7,11 @@ import logging
 import os
 
 import pytest
+import torch
 
 from loopwright.distributed.environment import (
+    FALSE_WORDS,
+    TRUE_WORDS,
     VARIABLES,
     clear_environment,
     get_int_from_env,
@@ -16,15 +19,17 @@ from loopwright.distributed.environment import (
     parse_choice_from_env,
     parse_flag_from_env,
     patch_environment,
+    read_boolean,
     read_flag,
     read_int,
     read_text,
     str_to_bool,
+    variable_names,
 )
 from loopwright.distributed.errors import ConfigError
 from loopwright.distributed.logger import get_logger
 from loopwright.distributed.progress import tqdm
-from loopwright.distributed.units import convert_file_size_to_int
+from loopwright.distributed.units import convert_file_size_to_int, size_bytes
 
 
 def test_our_own_name_comes_before_accelerates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +46,8 @@ def test_every_variable_is_in_the_table_with_what_it_does() -> None:
     assert all(VARIABLES.values())
     with pytest.raises(AssertionError, match="MIXED_PRECISON"):
         read_text("MIXED_PRECISON")
+    assert {"LOOPWRIGHT_USE_CPU", "ACCELERATE_USE_CPU", "RANK"} < set(variable_names())
+    assert "USE_CPU" not in variable_names()
 
 
 def test_numbers_and_claims(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,6 +69,14 @@ def test_words_for_true(text: str) -> None:
 @pytest.mark.parametrize("text", ["n", "No", "f", "FALSE", "off", "0"])
 def test_words_for_false(text: str) -> None:
     assert str_to_bool(text) == 0
+
+
+def test_every_word_is_true_or_false_in_any_case() -> None:
+    assert set(TRUE_WORDS).isdisjoint(FALSE_WORDS)
+    for word in (*TRUE_WORDS, *FALSE_WORDS):
+        for text in (word, word.upper(), f" {word.title()} "):
+            assert read_boolean(text) is (word in TRUE_WORDS)
+    assert [read_boolean(text) for text in ("", "ja", "10", "none")] == [None] * 4
 
 
 def test_other_words_are_an_error() -> None:
@@ -122,6 +137,14 @@ def test_f48_sizes(text: int | str, size: int) -> None:
 def test_f48_what_is_no_size(text: object) -> None:
     with pytest.raises(ConfigError, match=r"size=.*\. Expected a number of bytes, or text such as '500MB'"):
         convert_file_size_to_int(text)  # type: ignore[arg-type]
+
+
+def test_sizes_of_tensors_count_elements_of_any_device_and_layout() -> None:
+    tensors = [torch.zeros(3, 2), torch.zeros(5, dtype=torch.bfloat16), torch.zeros((), dtype=torch.int64)]
+    assert size_bytes([*tensors, torch.zeros(1000, device="meta"), torch.zeros(4, 1).expand(4, 9)]) == (
+        6 * 4 + 5 * 2 + 8 + 1000 * 4 + 36 * 4
+    )
+    assert size_bytes([]) == 0
 
 
 def test_messages_come_from_the_callers_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from loopwright.distributed.nested import (
     honor_type,
     is_namedtuple,
     listify,
+    named_leaves,
+    named_tensors,
     recursively_apply,
     slice_tensors,
 )
@@ -78,8 +81,10 @@ def test_other_leaves_stay_or_are_an_error() -> None:
 
     assert recursively_apply(double, [1, "a"]) == [1, "a"]
     assert recursively_apply(double, [1, "a"], test_type=lambda v: isinstance(v, int)) == [2, "a"]
-    with pytest.raises(TypeError, match=r"double got a str \('a'\)\. Expected what is_torch_tensor accepts"):
+    with pytest.raises(TypeError, match=r"double got a str \('a'\)\. Expected tensors, or tuples, lists and mappings"):
         recursively_apply(double, (torch.ones(1), "a"), error_on_other_type=True)
+    with pytest.raises(TypeError, match=r"^scale got a int \(1\)\. Expected what callable accepts"):
+        recursively_apply(double, [1], test_type=callable, error_on_other_type=True, operation="scale")
 
 
 def test_concatenate() -> None:
@@ -96,8 +101,22 @@ def test_slicing_and_reading() -> None:
     data = {"a": [torch.arange(4)], "b": torch.ones(2, dtype=torch.bfloat16)}
     assert listify(slice_tensors(data, slice(1, 3))) == {"a": [[1, 2]], "b": [1.0]}
     assert listify([torch.tensor(3), "text"]) == [3, "text"]
-    with pytest.raises(TypeError, match=r"cut got a int"):
+    with pytest.raises(TypeError, match=r"slice_tensors got a int \(3\)\. Expected tensors, or"):
         slice_tensors([3], slice(0, 1))
+
+
+def test_leaves_are_named_by_how_they_are_reached() -> None:
+    @dataclass
+    class Sample:
+        x: Any
+        words: list[str]
+
+    data = {"a": (1, [2]), "b": Sample(torch.ones(1), ["one", "two"]), "c": "text", "d": []}
+    found = dict(named_leaves(data, "batch"))
+    assert list(found) == ["batch['a'][0]", "batch['a'][1][0]", "batch['b'].x", "batch['b'].words", "batch['c']"]
+    assert found["batch['b'].words"] == ["one", "two"]
+    assert [name for name, _ in named_tensors(data)] == ["['b'].x"]
+    assert list(named_leaves(3, "n")) == [("n", 3)]
 
 
 def test_the_first_tensors_device() -> None:

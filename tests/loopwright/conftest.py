@@ -12,7 +12,7 @@ import pytest
 from loopwright.cli.classes import python_path
 from loopwright.cli.config import RunConfig
 from loopwright.cli.request import read_request
-from loopwright.cli.settings import Settings
+from loopwright.cli.sources import Sources
 
 TASK = '''
 from __future__ import annotations
@@ -148,11 +148,9 @@ class Project:
 def resolve(file: Path, *flags: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The resolved configuration of `loopwright fit FILE FLAGS`."""
     request = read_request("fit", [str(file), *flags])
-    settings = Settings.read(file, request.flags, environment or {})
-    with python_path(settings.folders):
-        config = RunConfig(settings)
-        config.parse()
-        return config.values
+    sources = Sources.read(file, request.flags, environment or {})
+    with python_path(sources.folders):
+        return RunConfig(sources).parse().values
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ class TestFit:
         checkpoint = "--trainer.callbacks={class_path: ModelCheckpoint, init_args: {monitor: val/error}}"
         assert main(["fit", str(project.write(RUN)), "--trainer.name=a", "--trainer.max_epochs=30", checkpoint]) == 0
         assert (tmp_path / "runs/a/config.yaml").is_file()
-        assert str(Path("runs/a")) in capsys.readouterr().out
+        assert capsys.readouterr().out.splitlines()[-1] == f"The files of this run are in {Path('runs/a')}"
         (weights,) = (path for path in (tmp_path / "runs/a").rglob("*.safetensors") if "last" in path.name)
         assert main(["test", str(project.write(RUN)), "--weights", str(weights)]) == 0
         name, _, value = capsys.readouterr().out.strip().partition(": ")
@@ -102,6 +102,20 @@ class TestFit:
         assert "'maybe' is not a boolean" in error_of(
             capsys, "plan", str(project.write(RUN)), *flags, "--task.init_args.loose=maybe"
         )
+
+    def test_why_it_ended_is_shown_with_the_place_of_its_files(
+        self, project: Any, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        early = (
+            "--trainer.callbacks={class_path: EarlyStopping, init_args: {monitor: val/error, stopping_threshold: 9}}"
+        )
+        assert main(["fit", str(project.write(RUN)), "--trainer.name=a", early]) == 0
+        reason, place = capsys.readouterr().out.splitlines()[-2:]
+        assert reason.startswith("The run ended: EarlyStopping: ")
+        assert place == f"The files of this run are in {Path('runs/a')}"
+
+    def test_a_task_without_arguments(self, project: Any) -> None:
+        assert main(["fit", str(project.write(RUN)), "--task=task.Talkative"]) == 0
 
     def test_plan_trains_nothing(self, project: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["plan", str(project.write(RUN))]) == 0
@@ -177,6 +191,15 @@ class TestExitCodes:
         assert type(caught.value) is ValueError
         assert str(caught.traceback[-1].path).endswith("task.py")
 
+    def test_a_class_in_the_place_of_a_word_says_how_to_name_it(
+        self, project: Any, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file, path = str(project.write(RUN)), "loopwright.SingleDeviceStrategy"
+        message = error_of(capsys, "fit", file, f"--trainer.strategy={path}")
+        assert message.rstrip().endswith(f"in a file or a flag write {{class_path: {path}}}.")
+        for strategy in (f"{{class_path: {path}}}", "SingleDeviceStrategy"):
+            assert main(["fit", file, f"--trainer.strategy={strategy}"]) == 0
+
     def test_interrupting_is_130(self, project: Any, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["fit", str(project.write(RUN)), "--task=task.Interrupted"]) == 130
         assert "Interrupted." in capsys.readouterr().err
@@ -212,18 +235,23 @@ class TestHelp:
     def test_help_of_a_class(self, project: Any, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["fit", str(project.write(RUN)), "--trainer.callbacks.help", "EarlyStopping"]) == 0
         assert "--trainer.callbacks.monitor" in capsys.readouterr().out
-        assert (
-            "no class at this key" in error_of(capsys, "fit", str(project.write(RUN)), "--trainer.seed.help=x") or True
-        )
+        file = str(project.write(RUN))
+        wrong = error_of(capsys, "fit", file, "--trainer.seed.help=EarlyStopping")
+        assert "--trainer.seed.help: EarlyStopping can't stand at this key. --help lists the keys" in wrong
+        assert "Did you mean 'EarlyStopping'?" in error_of(capsys, "fit", file, "--trainer.callbacks.help=EarlyStoping")
 
-    def test_env_shows_versions_and_no_values(
+    def test_env_shows_versions_and_the_variables_that_are_read_but_no_value_of_a_key(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("LOOPWRIGHT_TRAINER__NAME", "a-secret-name")
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # nobody reads it
+        monkeypatch.setenv("WORLD_SIZE", "1")
         assert main(["env"]) == 0
         text = capsys.readouterr().out
         assert f"torch:                {torch.__version__}" in text
-        assert "LOOPWRIGHT_TRAINER__NAME" in text
+        variables = "ACCELERATE_MIXED_PRECISION=bf16, LOOPWRIGHT_TRAINER__NAME, WORLD_SIZE=1"
+        assert text.splitlines()[-1] == f"variables set:        {variables}"
         assert "a-secret-name" not in text
 
 

@@ -34,7 +34,7 @@ class TestB76:
             "trainer.strtegy (in the command line): unknown key. Did you mean trainer.strategy?",
             f"acumulate (in {file}): unknown key. Did you mean trainer.accumulate?",
         ]
-        assert "Accepted here: max_epochs, " in lines[3]
+        assert "Accepted: accumulate, " in lines[3]
 
     def test_unknown_keys_of_nested_classes(self, project: Any, resolve: Resolve) -> None:
         text = TASK + "trainer: {max_epochs: 1, callbacks: [{class_path: task.Count, init_args: {limt: 1}}]}"

@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from loopwright import ConfigError
+from loopwright.cli.commands import save_config
 from loopwright.cli.main import main
-from loopwright.cli.saving import save_config
+from loopwright.cli.scalars import read_yaml
 from loopwright.cli.sources import merge, read_environment, read_flags
-from loopwright.cli.text import read_yaml
+from loopwright.distributed.environment import variable_names
 
 Resolve = Callable[..., dict[str, Any]]
 RUN = """
@@ -124,6 +125,9 @@ class TestPain39:
 
 
 class TestEnvironment:
+    def test_no_variable_of_the_package_looks_like_a_key(self) -> None:
+        assert read_environment(dict.fromkeys(variable_names(), "1")).tree == {}
+
     def test_names(self) -> None:
         source = read_environment(
             {"LOOPWRIGHT_TRAINER__SEED": "3", "LOOPWRIGHT_DEBUG": "1", "HOME": "/", "LOOPWRIGHT_TASK": "T"}

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 
 from loopwright import ConfigError, Trainer
-from loopwright.cli.scalars import UnreadableError, Verbatim, read_scalar, read_untyped
+from loopwright.cli.resolved import to_yaml
+from loopwright.cli.scalars import Plain, UnreadableError, Verbatim, read_argument, read_scalar, read_untyped, read_yaml
 from loopwright.cli.signature import parameters_of
-from loopwright.cli.text import Plain, read_argument, read_yaml
+from loopwright.distributed.environment import FALSE_WORDS, TRUE_WORDS, str_to_bool
 
 Resolve = Callable[..., dict[str, Any]]
 RUN = "task: {class_path: task.Line}\ntrainer: {max_epochs: 1}\n"
 
 # What every boolean option takes. An empty value means the default.
-SPELLINGS = dict.fromkeys(("false", "False", "FALSE", "0", "no", "NO", "off", "Off"), False)
-SPELLINGS |= dict.fromkeys(("true", "True", "TRUE", "1", "yes", "YES", "on", "On"), True)
+SPELLINGS = dict.fromkeys(("false", "False", "FALSE", "0", "no", "NO", "off", "Off", "n", "F"), False)
+SPELLINGS |= dict.fromkeys(("true", "True", "TRUE", "1", "yes", "YES", "on", "On", "y", "T"), True)
 BOOLEANS = [f"trainer.{name}" for name, parameter in parameters_of(Trainer).items() if bool in parameter.kinds]
 ONLY_BOOLEANS = [f"trainer.{name}" for name, parameter in parameters_of(Trainer).items() if parameter.kinds == (bool,)]
 OPTIONS = [*BOOLEANS, "task.init_args.is_wide"]
@@ -118,6 +119,21 @@ class TestB74:
         message = rf"{option} \(in .*{place}\): 'maybe' is not a boolean"
         with pytest.raises(ConfigError, match=message):
             give(project, resolve, source, option, "maybe")
+
+    def test_variables_of_the_package_and_fields_of_a_file_have_one_vocabulary(self) -> None:
+        words = [*TRUE_WORDS, *FALSE_WORDS]
+        for text in [*words, *map(str.upper, words), *map(str.title, words)]:
+            assert read_scalar(Plain(text), (bool,)) is bool(str_to_bool(text)), text
+        for text in ("ture", "2", "none", "-1"):
+            with pytest.raises(UnreadableError, match="is not a boolean"):
+                read_scalar(Plain(text), (bool,))
+            with pytest.raises(ConfigError, match="is neither true nor false"):
+                str_to_bool(text)
+
+    @pytest.mark.parametrize("text", ["y", "n", "t", "F", "on", "No", "true"])
+    def test_a_text_that_is_one_of_these_words_is_saved_as_a_text(self, text: str) -> None:
+        (read,) = read_yaml(to_yaml({"key": text}), "f.yaml").values()
+        assert read_scalar(read, (bool, str)) == text
 
     def test_there_are_boolean_options(self) -> None:
         assert {"trainer.progress", "trainer.deterministic"} <= set(ONLY_BOOLEANS)

@@ -7,7 +7,6 @@ from datetime import timedelta
 import pytest
 import torch
 
-from loopwright.strategies.forward import Autocast, autocast_factory
 from loopwright.strategies.gradient_state import GradientAccumulationPlugin
 from loopwright.strategies.handlers import (
     AutocastKwargs,
@@ -16,7 +15,7 @@ from loopwright.strategies.handlers import (
     Handlers,
     InitProcessGroupKwargs,
 )
-from loopwright.strategies.precision import FullPrecision, MixedPrecision
+from loopwright.strategies.precision import Autocast, FullPrecision, MixedPrecision, ScaledPrecision
 from loopwright.trainer.accelerator import Accelerator
 
 
@@ -57,9 +56,19 @@ def test_a_scaler_that_is_switched_off_scales_nothing() -> None:
 
 def test_contexts_of_forward_passes() -> None:
     precision = MixedPrecision(torch.device("cpu"))
-    assert autocast_factory(precision, AutocastKwargs(False, False)) == Autocast("cpu", torch.bfloat16, False, False)
+    assert precision.contexts(AutocastKwargs(False, False)) == Autocast("cpu", torch.bfloat16, False, False)
+    assert precision.contexts(AutocastKwargs()) == Autocast("cpu", torch.bfloat16)
     full = FullPrecision()
-    assert autocast_factory(full, AutocastKwargs()) == full.autocast
+    assert full.contexts(AutocastKwargs(False)) == full.autocast
+
+
+def test_a_precision_says_its_word_and_its_scaler() -> None:
+    cpu = torch.device("cpu")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    precisions = [FullPrecision(), MixedPrecision(cpu), MixedPrecision(cpu, "fp16"), ScaledPrecision(cpu, scaler)]
+    assert [p.name for p in precisions] == ["no", "bf16", "fp16", "fp16"]
+    assert [p.scaler for p in precisions] == [None, None, None, scaler]
+    assert [Accelerator(mixed_precision=p).mixed_precision for p in precisions] == ["no", "bf16", "fp16", "fp16"]
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, None, True])

@@ -63,7 +63,20 @@ def test_appending_leaves_the_file_in_place_and_a_new_column_replaces_it_whole(r
         assert before.read() == "step,a\n0,1.0\n1,2.0\n"
     assert path.read_text() == "step,a,b\n0,1.0,\n1,2.0,\n2,,3.0\n"
     tracker.finish("success")
-    assert [path.name for path in run.directory.glob("*.part")] == []
+    assert sorted(path.name for path in run.directory.iterdir()) == ["metrics.csv", "metrics.run.json"]
+
+
+def test_a_new_column_that_can_not_be_written_leaves_the_table_as_it_was(run: RunInfo) -> None:
+    path = run.directory / "metrics.csv"
+    tracker = CSVTracker()
+    tracker.start(run, {})
+    tracker.log({"a": 1.0}, 0)
+    with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
+        tracker.log({"\ud800": 2.0}, 1)  # no text file can hold this name
+    tracker.log({"a": 3.0}, 2)
+    tracker.finish("success")
+    assert path.read_text() == "step,a\n0,1.0\n2,3.0\n"
+    assert sorted(path.name for path in run.directory.iterdir()) == ["metrics.csv", "metrics.run.json"]
 
 
 def test_a_resumed_run_takes_up_the_columns(run: RunInfo) -> None:

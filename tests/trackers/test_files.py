@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from loopwright.trackers.files import cut_partial_line, strict_json, write_whole
+from loopwright.trackers.files import RunRecord, cut_partial_line, strict_json
+from loopwright.trackers.tracker import RunInfo
 
 
 def test_strict_json_names_what_json_lacks() -> None:
@@ -40,11 +42,11 @@ def test_no_file_has_no_partial_line(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("old")
-    with path.open() as reader:
-        write_whole(path, "new and longer")
-        assert reader.read() == "old"
-    assert path.read_text() == "new and longer"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+def test_the_record_of_a_run_is_replaced_whole(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path / "metrics.csv", RunInfo("one", "digits", tmp_path), {"lr": float("nan")})
+    with record.path.open() as reader:
+        record.close("success")
+        before = json.load(reader)
+    assert before == {"name": "one", "project": "digits", "status": "running", "config": {"lr": "NaN"}}
+    assert json.loads(record.path.read_text()) == {**before, "status": "success"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.run.json"]

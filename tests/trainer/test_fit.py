@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import loopwright.trainer.trainer
 from loopwright.callbacks.callback import Callback
+from loopwright.callbacks.intervals import Duration
 from loopwright.distributed.errors import ConfigError, TaskError
 from loopwright.trackers.memory import MemoryTracker
 from loopwright.trainer.task import Task
@@ -461,7 +462,7 @@ class TestFastDevRun:
         assert (found.state.step, recorder.count("validation_batch_end")) == (3, 3)
 
     def test_it_needs_no_other_limit(self) -> None:
-        assert Trainer(fast_dev_run=True, progress=False).limits.max_epochs is not None
+        assert Trainer(fast_dev_run=True, progress=False).limits.max_epochs == Duration(1, "epochs")
 
     def test_together_with_the_other_limits(self) -> None:
         assert fit(Scalar(), ones(9), ones(9), fast_dev_run=True, overfit_batches=4).state.step == 1

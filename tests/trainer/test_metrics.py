@@ -57,7 +57,11 @@ class TestRecords:
         records = tracked(
             Logs(lambda log, batch, index: log("a", batch.mean(), on_epoch=True)), batches(1, 2, 6), log_every="2 steps"
         )
-        assert records == [(2, {"a_step": 2, "epoch": pytest.approx(2 / 3)}), (3, {"a_epoch": 3, "epoch": 1})]
+        assert records == [
+            (2, {"a_step": 2, "epoch": pytest.approx(2 / 3)}),
+            (3, {"a_epoch": 3, "epoch": 1}),
+            (3, {"a_step": 6, "epoch": 1}),  # the run's last
+        ]
 
     def test_the_epoch_alone(self) -> None:
         logs = Logs(lambda log, batch, index: log("a", batch.mean(), on_step=False, on_epoch=True))
@@ -87,7 +91,7 @@ class TestRecords:
     @pytest.mark.parametrize(
         ("every", "steps"),
         [
-            ("2 steps", [2, 4, 6]), (3, [3, 6]), ("1 epoch", [3, 6]), ("first", [1]), ("last", [7]),
+            ("2 steps", [2, 4, 6, 7]), (3, [3, 6, 7]), ("1 epoch", [3, 6, 7]), ("first", [1, 7]), ("last", [7]),
             (["first", "3 steps", "last"], [1, 3, 6, 7]), ("7 steps", [7]), (["7 steps", "last"], [7]), ("never", []),
         ],
     )  # fmt: skip

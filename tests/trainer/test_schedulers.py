@@ -134,6 +134,7 @@ class TestPlateau:
         task = Training([], monitor="loss")
         assert rates(task, ones(1), max_epochs=3) == [1, 1, 0.5]
 
+    @pytest.mark.filterwarnings("ignore:validation never ran")
     def test_the_run_ends_before_validation(self) -> None:
         task = Plateau([3], monitor="val/loss")
         assert rates(task, ones(3), ones(1), max_steps=1) == [1]
@@ -247,6 +248,7 @@ def test_parameters_of_something_else() -> None:
         fit(Foreign(), ones(1))
 
 
+@pytest.mark.filterwarnings("ignore:no optimizer stepped in the first epoch")
 def test_an_optimizer_that_needs_a_closure() -> None:
     class Closes(Scalar):
         def configure_optimizers(self) -> Any:

@@ -47,6 +47,7 @@ class TestDue:
             ("100 steps", []),
         ],
     )
+    @pytest.mark.filterwarnings("ignore:validation never ran")
     def test_without_accumulation(self, every: Any, expected: list[int]) -> None:
         assert due(4, every, max_epochs=3) == expected
 

@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..distributed.errors import ConfigError
-from ..strategies.optimizer import GatedOptimizer
-from ..strategies.precision import ScaledPrecision
-from ..strategies.strategy import Strategy
+from .optimizer import GatedOptimizer, parameters_of
+from .strategy import Strategy
 
 
 def unscale(strategy: Strategy, optimizers: Iterable[Optimizer]) -> None:
@@ -19,7 +18,7 @@ def unscale(strategy: Strategy, optimizers: Iterable[Optimizer]) -> None:
     Raises:
         ConfigError: gradients are still being accumulated.
     """
-    if not isinstance(strategy.precision, ScaledPrecision):
+    if not strategy.precision.scales:
         return
     if not strategy.gradient_state.sync_gradients:
         raise ConfigError(
@@ -28,17 +27,13 @@ def unscale(strategy: Strategy, optimizers: Iterable[Optimizer]) -> None:
         )
     for optimizer in optimizers:
         # One without gradients is left alone: it would count as unscaled when its own backward comes (a GAN's second).
-        if any(parameter.grad is not None for parameter in _parameters(optimizer)):
+        if any(parameter.grad is not None for parameter in parameters_of(optimizer)):
             inner = optimizer.optimizer if isinstance(optimizer, GatedOptimizer) else optimizer
             strategy.precision.unscale(inner)
 
 
 def unscale_for(strategy: Strategy, parameters: Sequence[Tensor], optimizers: Iterable[Optimizer]) -> None:
     """Unscale the gradients of those optimizers that hold one of the parameters; as `unscale`."""
-    if isinstance(strategy.precision, ScaledPrecision):
+    if strategy.precision.scales:
         wanted = {id(parameter) for parameter in parameters}
-        unscale(strategy, [o for o in optimizers if any(id(parameter) in wanted for parameter in _parameters(o))])
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        unscale(strategy, [o for o in optimizers if any(id(parameter) in wanted for parameter in parameters_of(o))])
