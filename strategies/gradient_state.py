@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..distributed.errors import ConfigError
+from ..distributed.errors import check_integer
 
 if TYPE_CHECKING:
     from ..data.loader import PreparedLoader
@@ -30,14 +30,13 @@ class GradientAccumulationPlugin:
         check_num_steps(self.num_steps, "GradientAccumulationPlugin.num_steps")
 
 
-def check_num_steps(value: object, option: str) -> int:
+def check_num_steps(value: int, option: str) -> int:
     """The number of micro-batches per step, if it is one.
 
     Raises:
         ConfigError: it is not an integer of at least 1.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{option}={value!r}. Expected an integer >= 1. Leave it out to step on every batch.")
+    check_integer(option, value, 1, "Leave it out to step on every batch.")
     return value
 
 
@@ -96,7 +95,7 @@ class GradientState:
         """Whether a window that a loader's end cuts is divided by its real size."""
         return self.plugin.exact_last_window and self.sync_with_dataloader
 
-    def change_num_steps(self, value: object) -> None:
+    def change_num_steps(self, value: int) -> None:
         """Set the micro-batches per window, from the next backward on.
 
         Raises:

@@ -18,7 +18,8 @@ from ..callbacks.bus import Event
 from ..callbacks.callback import Callback
 from ..data.sizes import AmbiguousBatchSizeError
 from ..data.window import check_length
-from .metrics import MetricLog, to_numbers
+from ..distributed.numbers import to_numbers
+from .metrics import MetricLog
 from .run import EvaluationData, Run, Training
 from .sealed import sealed
 from .signature import bind_step

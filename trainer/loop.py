@@ -24,9 +24,9 @@ from ..callbacks.callback import Callback, EndEpoch, SkipBatch, StopRun
 from ..data.sizes import AmbiguousBatchSizeError
 from ..data.window import Window, WindowReader
 from ..distributed.errors import DataError, TaskError
+from ..distributed.numbers import to_numbers
 from ..strategies.outcome import StepOutcome
 from .evaluation import sanity_check, validate
-from .metrics import to_numbers
 from .optimization import SchedulerConfig, monitored_value
 from .run import Run, Training, misplaced, refused
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor
 
 from ..data.sizes import AmbiguousBatchSizeError
 from ..distributed.errors import MetricError, suggest
+from ..distributed.numbers import stack_wide, wide_float
 
 Reduce: TypeAlias = Literal["mean", "sum", "min", "max"]
-Number: TypeAlias = "int | float"
 
 _FOLD_EVERY = 256  # values of a metric that are held before they are folded into its running total
 
@@ -110,33 +109,13 @@ def _reduce_numbers(entries: list[tuple[Any, Any]], reduce: Reduce) -> tuple[Any
 
 def _reduce_tensors(entries: list[tuple[Any, Any]], reduce: Reduce) -> tuple[Tensor, Any]:
     device = next(x.device for entry in entries for x in entry if isinstance(x, Tensor))
-    values = _stack([v for v, _ in entries], device)
+    values = stack_wide([v for v, _ in entries], device)
     if reduce == "mean":
-        weights = _stack([w for _, w in entries], device)
+        weights = stack_wide([w for _, w in entries], device)
         return (values * weights).sum(), weights.sum()
     if reduce == "sum":
         return values.sum(), 0
     return (values.amin() if reduce == "min" else values.amax()), 0
-
-
-def _stack(values: list[Any], device: torch.device) -> Tensor:
-    """A tensor of shape (values,), in 64 bits where the device has them."""
-    wide_float = _wide_float(device)
-    if not any(isinstance(v, Tensor) for v in values):
-        return torch.tensor(
-            values, device=device, dtype=wide_float if any(isinstance(v, float) for v in values) else None
-        )
-    tensors = [v if isinstance(v, Tensor) else torch.tensor(v, device=device) for v in values]
-    if len({t.dtype for t in tensors}) > 1:
-        tensors = [t.to(wide_float) for t in tensors]
-    stacked = torch.stack(tensors)
-    if stacked.dtype is torch.bool:
-        return stacked.to(torch.int64)
-    return stacked.to(wide_float) if stacked.is_floating_point() else stacked.to(torch.int64)
-
-
-def _wide_float(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _extreme(reduce: Reduce, first: Any, second: Any) -> Any:
@@ -151,28 +130,9 @@ def _extreme(reduce: Reduce, first: Any, second: Any) -> Any:
 def _quotient(total: Any, weight: Any) -> Any:
     if isinstance(total, Tensor) or isinstance(weight, Tensor):
         if isinstance(total, Tensor) and not total.is_floating_point():
-            total = total.to(_wide_float(total.device))
+            total = total.to(wide_float(total.device))
         return total / weight  # 0 / 0 is NaN, as it should be
     return total / weight if weight else float("nan")
-
-
-def to_numbers(values: Mapping[str, Any]) -> dict[str, Number]:
-    """Plain numbers of scalar tensors and numbers, with one copy to the host for each device and kind.
-
-    This is where logging waits for the device.
-    """
-    numbers: dict[str, Number] = {}
-    groups: dict[tuple[torch.device, bool], list[str]] = {}
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            groups.setdefault((value.device, value.is_floating_point()), []).append(name)
-            numbers[name] = 0  # holds the place, so that the order of names is kept
-        elif value is not None:
-            numbers[name] = value
-    for (device, _), names in groups.items():
-        stacked = _stack([values[name].detach().reshape(()) for name in names], device)
-        numbers.update(zip(names, stacked.tolist(), strict=True))
-    return numbers
 
 
 def _copied(name: str, value: Tensor) -> Tensor:

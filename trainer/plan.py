@@ -13,6 +13,7 @@ from ..callbacks.intervals import Schedule
 from ..callbacks.state import RunState
 from ..data.loader import PreparedLoader
 from ..data.window import Window
+from ..distributed.units import size_bytes
 from ..strategies.scheduler import planned_length
 from .advice import is_too_short, likely_mistakes
 from .optimization import SchedulerConfig
@@ -175,7 +176,7 @@ def _count_weights(task: Task) -> dict[str, int]:
     return {
         "tensors": len(unique),
         "elements": sum(t.numel() for t in unique),
-        "bytes": sum(t.numel() * t.element_size() for t in unique),
+        "bytes": size_bytes(unique),
     }
 
 

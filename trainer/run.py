@@ -20,13 +20,14 @@ from ..callbacks.state import RunState
 from ..data.loader import PreparedLoader
 from ..data.window import Remainder, WindowReader
 from ..distributed.errors import ConfigError
+from ..distributed.numbers import to_numbers
 from ..strategies.gradient_state import GradientState
 from ..strategies.optimizer import GatedOptimizer
 from ..strategies.precision import Precision
 from ..strategies.strategy import Strategy
 from ..trackers.group import TrackerGroup
 from .loss import WindowLoss
-from .metrics import MetricLog, to_numbers
+from .metrics import MetricLog
 from .optimization import SchedulerConfig
 from .task import Task
 

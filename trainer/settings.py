@@ -10,7 +10,7 @@ from typing import get_args
 from ..callbacks.intervals import Duration, Interval
 from ..callbacks.limits import Limits
 from ..data.window import Remainder
-from ..distributed.errors import ConfigError, suggest
+from ..distributed.errors import ConfigError, check_integer, suggest
 from ..strategies.gradient_state import check_num_steps
 from .loaders import read_batch_limits
 
@@ -47,9 +47,9 @@ class Settings:
                 raise ConfigError(
                     f"{option}={limit!r}. Expected a number above 0, or None to leave gradients as they are."
                 )
-        _check_count("sanity_val_batches", self.sanity_val_batches, least=0)
+        check_integer("sanity_val_batches", self.sanity_val_batches, 0)
         if self.overfit_batches is not None:
-            _check_count("overfit_batches", self.overfit_batches, least=1)
+            check_integer("overfit_batches", self.overfit_batches, 1)
             if "train" in self.batch_limits:
                 raise ConfigError(
                     f"overfit_batches={self.overfit_batches} and limit_batches for 'train' both limit the training "
@@ -82,7 +82,7 @@ def read_fast_dev_run(value: bool | int) -> int:
     """
     if isinstance(value, bool):
         return int(value)
-    _check_count("fast_dev_run", value, least=0)
+    check_integer("fast_dev_run", value, 0)
     return value
 
 
@@ -96,11 +96,6 @@ def check_one_device(devices: int | str, num_nodes: int) -> None:
         raise ConfigError(f"devices={devices!r}. This version trains on one device: leave it out, or give 'auto' or 1.")
     if num_nodes != 1 or isinstance(num_nodes, bool):
         raise ConfigError(f"num_nodes={num_nodes!r}. This version trains on one machine: leave it out, or give 1.")
-
-
-def _check_count(option: str, value: object, least: int) -> None:
-    if not _is_integer(value) or value < least:  # type: ignore[operator]
-        raise ConfigError(f"{option}={value!r}. Expected an integer >= {least}.")
 
 
 def _is_integer(value: object) -> bool:

@@ -22,6 +22,7 @@ from ..callbacks.state import RunState
 from ..checkpoint.weights import save_weights
 from ..data.window import Remainder
 from ..distributed.errors import ConfigError, suggest
+from ..distributed.paths import free_path
 from ..distributed.random import set_seed
 from ..strategies.precision import Precision
 from ..strategies.strategy import Strategy
@@ -344,11 +345,11 @@ class Trainer(RunReadings):
     def _new_directory(self, task: Task | None) -> Path:
         name = self.settings.name
         base = name or f"{'run' if task is None else type(task).__name__.lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
-        folder = self.settings.project_dir / base
-        number = 1
-        while folder in self._used_directories or (name is None and folder.exists()):
-            number += 1
-            folder = self.settings.project_dir / f"{base}-{number}"
+        folder = free_path(
+            self.settings.project_dir / base,
+            is_taken=lambda path: path in self._used_directories or (name is None and path.exists()),
+            suffix="",
+        )
         self._used_directories.add(folder)
         return folder
 
