@@ -57,12 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_guarded(command: str, arguments: list[str]) -> int:
     """Run a command; turn what the user can mend without a traceback into one message."""
-    from ..distributed.errors import ConfigError, MissingDependencyError
+    from ..distributed.errors import ConfigError, DataError, MissingDependencyError, TaskError
 
     try:
         return _run(command, arguments)
-    except (ConfigError, MissingDependencyError) as error:
-        print(f"loopwright {command}: {error}", file=sys.stderr)
+    except (ConfigError, TaskError, DataError, MissingDependencyError) as error:
+        print("\n".join([f"loopwright {command}: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
