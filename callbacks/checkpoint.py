@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from ..checkpoint.finite import find_nonfinite_weight
-from ..distributed.errors import ConfigError, check_integer
+from ..distributed.errors import CheckpointError, ConfigError, check_boolean, check_integer
+from ..distributed.paths import prove_writable
 from .callback import Callback
 from .file_names import SUFFIX, FileName
 from .intervals import Interval, IntervalLike, Schedule
@@ -31,7 +35,7 @@ class ModelCheckpoint(Callback):
 
     Weights that hold a NaN or an infinity are not written, with a warning, so that the good files stay. A file is
     removed only after its successor is whole, and only if this run wrote it; where a file of another run has the name,
-    `-v2` is put behind it. A fast dev run writes nothing.
+    `-v2` is put behind it. That the folder can be written to is proven when `fit` begins. A fast dev run writes nothing.
 
     Args:
         every: when `last` is due, and the newest files without a monitor; a bare number counts optimizer steps.
@@ -44,7 +48,7 @@ class ModelCheckpoint(Callback):
             files `"{step}"` and the metric.
         save_on_exception: whether `last` is written when an exception ends the run.
     Raises:
-        ConfigError: an argument can't be used, or nothing would ever be saved.
+        ConfigError: an argument can't be used or would be ignored, or nothing would ever be saved.
     """
 
     def __init__(
@@ -60,12 +64,16 @@ class ModelCheckpoint(Callback):
         save_on_exception: bool = True,
     ) -> None:
         check_integer("ModelCheckpoint(top_k)", top_k, -1, "It is a number of files; -1 keeps all, 0 none.")
+        check_boolean("ModelCheckpoint(last)", last)
+        check_boolean("ModelCheckpoint(save_on_exception)", save_on_exception)
+        if monitor is None and mode != "min":
+            raise ConfigError(f"ModelCheckpoint(mode={mode!r}) has no metric to compare. Name it by monitor=.")
         if not last and top_k == 0:
             raise ConfigError("ModelCheckpoint(top_k=0, last=False) saves nothing. Keep one of them, or leave it out.")
         self.interval = Interval.parse(every, unit="steps", option="ModelCheckpoint(every)")
         self.top_k = top_k
         self.last = last
-        self.directory = None if directory is None else Path(directory)
+        self.directory = _read_directory(directory)
         self.save_on_exception = save_on_exception
         self._monitor = None if monitor is None else Monitor(monitor, mode, owner="ModelCheckpoint")
         self.reads = () if monitor is None else (monitor,)
@@ -114,6 +122,8 @@ class ModelCheckpoint(Callback):
         self._has_warned = False
         self._last_step = trainer.state.step
         self._schedule = Schedule(self.interval, trainer.state)
+        if self._is_active and trainer.process.is_main_process:
+            self._check_folder(self._folder(trainer))
         if self._monitor is not None:
             self._monitor.start()
 
@@ -184,9 +194,25 @@ class ModelCheckpoint(Callback):
         if bad is not None:
             self._warn_of(bad, trainer.state.step)
             return False
-        trainer.save_model(path)
+        try:
+            trainer.save_model(path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"ModelCheckpoint could not write {str(path)!r} at step {trainer.state.step}: {error}. What was "
+                "written before is whole. Make room there, or choose another folder by directory=."
+            ) from error
         self._own.paths.add(path)
         return True
+
+    def _check_folder(self, folder: Path) -> None:
+        """Fail before training what would otherwise fail at the first save."""
+        try:
+            prove_writable(folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"ModelCheckpoint can't write to the folder {str(folder)!r}: {error}. Make it writable, or choose "
+                "another one by directory=."
+            ) from error
 
     def _warn_of(self, weight: str, step: int) -> None:
         if not self._has_warned:
@@ -224,7 +250,20 @@ class ModelCheckpoint(Callback):
         self._is_restored = True
 
 
+def _read_directory(directory: str | Path | None) -> Path | None:
+    if directory is None:
+        return None
+    if not isinstance(directory, (str, os.PathLike)) or not str(directory):
+        raise ConfigError(
+            f"ModelCheckpoint(directory={directory!r}). Expected the path of a folder; leave it out for `checkpoints` "
+            "in the run's directory."
+        )
+    return Path(directory)
+
+
 def _file_name(template: str | None, monitor: str | None, top_k: int) -> FileName:
+    if template is not None and (not isinstance(template, str) or not template):
+        raise ConfigError(f"ModelCheckpoint(filename={template!r}). Expected a text, such as '{{epoch}}-{{step}}'.")
     if template is None and monitor is not None and top_k != 1:
         return FileName.of_metric(monitor)
     template = template or ("{step}" if monitor is None else "best")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ..distributed.errors import check_integer
+from ..distributed.errors import check_boolean, check_integer, check_number
 from .callback import Callback
 from .monitor import Mode, Monitor
 
@@ -48,6 +48,14 @@ class EarlyStopping(Callback):
     ) -> None:
         self._monitor = Monitor(monitor, mode, min_delta, owner="EarlyStopping")
         check_integer("EarlyStopping(patience)", patience, 1, "It counts checks, not epochs.")
+        for option, threshold in (
+            ("stopping_threshold", stopping_threshold),
+            ("divergence_threshold", divergence_threshold),
+        ):
+            if threshold is not None:
+                hint = "It is a value of the metric; leave it out for none."
+                check_number(f"EarlyStopping({option})", threshold, hint=hint)
+        check_boolean("EarlyStopping(check_finite)", check_finite)
         self.reads = (monitor,)
         self.patience = patience
         self.stopping_threshold = stopping_threshold

@@ -32,6 +32,8 @@ def find_event(name: str) -> Event:
     Raises:
         ConfigError: there is no such event; lists those there are.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"event={name!r} of trainer.on. Expected a name such as 'step'. {suggest(name, EVENTS)}")
     full = name if name.startswith("on_") else f"on_{name}"
     if full not in EVENTS:
         raise ConfigError(f"event={name!r} is unknown. {suggest(full, EVENTS)}")
@@ -65,6 +67,16 @@ class FilteredFunction:
     _only_applied: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ConfigError(
+                f"trainer.on({self.event.__name__.removeprefix('on_')!r}, {self.function!r}). Expected a function that "
+                "is called with the trainer, the task and the event's values."
+            )
+        if self.when is not None and not callable(self.when):
+            raise ConfigError(
+                f"when={self.when!r} of trainer.on. Expected a function of the trainer, the task and the event's "
+                "values that returns whether to call; for counts use every=, once=, before= or after=."
+            )
         for option in ("every", "once", "before", "after"):
             value = getattr(self, option)
             is_count = isinstance(value, int) and not isinstance(value, bool)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..checkpoint.finite import tensor_norms
-from ..distributed.errors import ConfigError
+from ..distributed.errors import ConfigError, check_boolean, check_number
 from ..distributed.numbers import to_numbers
 from ..strategies.optimizer import parameters_of
 from .callback import Callback
@@ -54,8 +54,9 @@ class GradientMonitor(Callback):
                 f"GradientMonitor(every={every!r}) has to know beforehand which step is due. Expected optimizer "
                 "steps, such as '50 steps', or 'first'."
             )
-        if not norm_type > 0:
-            raise ConfigError(f"GradientMonitor(norm_type={norm_type!r}). Expected a number above 0, or math.inf.")
+        check_number("GradientMonitor(norm_type)", norm_type, above=0, hint="math.inf takes the largest magnitude.")
+        check_boolean("GradientMonitor(per_module)", per_module)
+        check_boolean("GradientMonitor(per_parameter)", per_parameter)
         self._every = [int(duration.amount) for duration in interval.every]
         self._first = interval.first
         self.norm_type = float(norm_type)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..distributed.errors import ConfigError
+from ..distributed.errors import ConfigError, check_boolean
 from .callback import Callback
 
 if TYPE_CHECKING:
@@ -30,11 +30,15 @@ class LearningRateMonitor(Callback):
     Args:
         momentum: also add `momentum` (for the Adam family the first of the `betas`), named in the same way.
         weight_decay: also add `weight_decay`, named in the same way.
+    Raises:
+        ConfigError: an argument is neither True nor False.
     """
 
     provides = ("lr",)
 
     def __init__(self, *, momentum: bool = False, weight_decay: bool = False) -> None:
+        check_boolean("LearningRateMonitor(momentum)", momentum)
+        check_boolean("LearningRateMonitor(weight_decay)", weight_decay)
         self._momentum = momentum
         self._weight_decay = weight_decay
         self._prefixes: list[str] = []  # of each optimizer

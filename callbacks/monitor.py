@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from ..distributed.errors import ConfigError, MetricError, suggest
+from ..distributed.errors import ConfigError, MetricError, check_number, suggest
 
 if TYPE_CHECKING:
     from .view import TrainerView
@@ -35,8 +35,8 @@ class Monitor:
             raise ConfigError(f"{owner}(monitor={name!r}). Expected the name of a logged metric, such as 'val/loss'.")
         if mode not in get_args(Mode):
             raise ConfigError(f"{owner}(mode={mode!r}). {suggest(mode, get_args(Mode))}")
-        if not 0 <= min_delta < math.inf:
-            raise ConfigError(f"{owner}(min_delta={min_delta!r}). Expected a number >= 0, in the units of the metric.")
+        hint = "It is in the units of the metric."
+        check_number(f"{owner}(min_delta)", min_delta, least=0, allows_infinity=False, hint=hint)
         self.name = name
         self.mode = mode
         self.min_delta = float(min_delta)

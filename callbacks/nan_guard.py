@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
 import torch
 
 from ..checkpoint.finite import all_finite
-from ..distributed.errors import ConfigError, NonFiniteError, check_integer, suggest
+from ..distributed.errors import ConfigError, NonFiniteError, check_boolean, check_integer, suggest
 from ..strategies.optimizer import parameters_of
 from .callback import Callback, SkipBatch, StopRun
 from .intervals import Interval, IntervalLike, Schedule
@@ -65,6 +65,7 @@ class NaNGuard(Callback):
         if policy not in get_args(Policy):
             raise ConfigError(f"NaNGuard(policy={policy!r}). {suggest(policy, get_args(Policy))}")
         check_integer("NaNGuard(max_skips)", max_skips, 1, "It counts optimizer steps.")
+        check_boolean("NaNGuard(locate)", locate)
         self.policy = policy
         self.interval = None if every is None else Interval.parse(every, unit="steps", option="NaNGuard(every)")
         if policy == "skip" and self.interval is not None and not _is_each_step(self.interval):

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args
 
-from ..distributed.errors import ConfigError, suggest
+from ..distributed.errors import ConfigError, check_boolean, check_number, suggest
 from .callback import Callback
 from .intervals import Interval, IntervalLike
 from .progress_bars import BarDisplay
@@ -52,8 +52,12 @@ class ProgressBar(Callback):
     ) -> None:
         if style not in get_args(Style):
             raise ConfigError(f"ProgressBar(style={style!r}) is unknown. {suggest(style, get_args(Style))}")
-        if refresh_seconds < 0:
-            raise ConfigError(f"ProgressBar(refresh_seconds={refresh_seconds}). Expected a number of seconds >= 0.")
+        check_number("ProgressBar(refresh_seconds)", refresh_seconds, least=0, hint="0 draws at every batch.")
+        check_boolean("ProgressBar(leave)", leave)
+        if stream is not None and not all(callable(getattr(stream, name, None)) for name in ("write", "flush")):
+            raise ConfigError(
+                f"ProgressBar(stream={stream!r}). Expected an open text file or sys.stdout; leave it out for stderr."
+            )
         self._every = Interval.parse(_EVERY if every is None else every, unit="steps", option="ProgressBar(every)")
         self._gap_seconds = _GAP_SECONDS if every is None else 0.0
         self._style = style

@@ -27,11 +27,11 @@ class ModelSummary(Callback):
     Args:
         max_depth: how deep to go: 1 shows the children, 0 the totals alone, -1 everything.
     Raises:
-        ConfigError: `max_depth` is below -1.
+        ConfigError: `max_depth` is no integer, or below -1.
     """
 
     def __init__(self, max_depth: int = 1) -> None:
-        check_integer("max_depth", max_depth, -1, "-1 shows everything, 0 the totals alone.")
+        check_integer("ModelSummary(max_depth)", max_depth, -1, "-1 shows everything, 0 the totals alone.")
         self._max_depth = max_depth
 
     def on_fit_start(self, trainer: TrainerView, task: TaskView) -> None:
@@ -50,7 +50,7 @@ def summarize(model: nn.Module, max_depth: int = 1) -> str:
         model: any module.
         max_depth: how deep to go: 1 shows the children, 0 the totals alone, -1 everything.
     Raises:
-        ConfigError: `max_depth` is below -1.
+        ConfigError: `max_depth` is no integer, or below -1.
     """
     check_integer("max_depth", max_depth, -1, "-1 shows everything, 0 the totals alone.")
     own = _Count.of(model.parameters(recurse=False))

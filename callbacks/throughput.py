@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections import deque
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..distributed.errors import ConfigError
+from ..distributed.errors import ConfigError, check_integer, check_number
 from .callback import Callback
 from .peaks import number_format, peak_flops
 
@@ -49,7 +50,7 @@ class ThroughputMonitor(Callback):
         flops_per_token: the same for one token; about 6 times the number of parameters in a transformer.
         device_peak_flops: the most operations per second of one device, where `callbacks/peaks.py` doesn't know it.
     Raises:
-        ConfigError: a number is not positive, or operations are given both per sample and per token.
+        ConfigError: an argument is no number above 0, or operations are given both per sample and per token.
     """
 
     provides = (
@@ -65,13 +66,15 @@ class ThroughputMonitor(Callback):
         flops_per_token: float | None = None,
         device_peak_flops: float | None = None,
     ) -> None:
+        check_integer("ThroughputMonitor(window)", window, 1, "It counts records.")
         given = {
-            "window": window, "flops_per_sample": flops_per_sample, "flops_per_token": flops_per_token,
+            "flops_per_sample": flops_per_sample, "flops_per_token": flops_per_token,
             "device_peak_flops": device_peak_flops,
         }  # fmt: skip
         for option, value in given.items():
-            if value is not None and not value > 0:
-                raise ConfigError(f"ThroughputMonitor({option}={value}). Expected a number above 0.")
+            if value is not None:
+                hint = "Leave it out where it is not known."
+                check_number(f"ThroughputMonitor({option})", value, above=0, allows_infinity=False, hint=hint)
         if flops_per_sample is not None and flops_per_token is not None:
             raise ConfigError("ThroughputMonitor has flops_per_sample and flops_per_token. Give one of the two.")
         self._flops_per_sample = flops_per_sample
@@ -79,7 +82,7 @@ class ThroughputMonitor(Callback):
         self._device_peak_flops = device_peak_flops
         self._peak: float | None = None
         self._has_peak = False
-        self._readings: deque[_Reading] = deque(maxlen=window + 1)
+        self._readings: deque[_Reading] = deque(maxlen=min(window + 1, sys.maxsize))
         self._start: _Reading | None = None
         self._paused_seconds = 0.0
         self._paused_at: float | None = None

@@ -19,6 +19,8 @@ Each also derives from the built-in exception in brackets, so that callers who k
 from __future__ import annotations
 
 import difflib
+import math
+import numbers
 from collections.abc import Iterable, Mapping
 
 
@@ -94,5 +96,67 @@ def check_integer(option: str, value: object, least: int, hint: str = "") -> Non
         ConfigError: says what came and what is accepted.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        given = f"{option[:-1]}={value!r})" if option.endswith(")") else f"{option}={value!r}"
-        raise ConfigError(f"{given}. Expected an integer >= {least}. {hint}".rstrip())
+        raise ConfigError(f"{_given(option, value)}. Expected an integer >= {least}. {hint}".rstrip())
+
+
+def check_number(
+    option: str,
+    value: object,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    allows_infinity: bool = True,
+    hint: str = "",
+) -> None:
+    """Refuse what is no number, NaN, and what lies outside the bounds. A bool is none; so is an integer beyond floats.
+
+    Args:
+        option: its name for the message, as `check_integer` takes it.
+        value: what came.
+        least: the smallest that is accepted.
+        above: what is accepted is larger than this.
+        allows_infinity: whether an infinity within the bounds is accepted.
+        hint: a sentence more: its unit, what else to do.
+    Raises:
+        ConfigError: says what came and what is accepted.
+    """
+    number = _as_float(value)
+    is_fitting = (
+        not math.isnan(number)
+        and (least is None or number >= least)
+        and (above is None or number > above)
+        and (allows_infinity or math.isfinite(number))
+    )
+    if not is_fitting:
+        kind = "a number" if allows_infinity else "a finite number"
+        bounds = [f" >= {least:g}"] * (least is not None) + [f" above {above:g}"] * (above is not None)
+        raise ConfigError(f"{_given(option, value)}. Expected {kind}{' and'.join(bounds)}. {hint}".rstrip())
+
+
+def check_boolean(option: str, value: object, hint: str = "") -> None:
+    """Refuse what is neither True nor False: a text such as "false" would count as true.
+
+    Args:
+        option: its name for the message, as `check_integer` takes it.
+        value: what came.
+        hint: a sentence more.
+    Raises:
+        ConfigError: says what came and what is accepted.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{_given(option, value)}. Expected True or False. {hint}".rstrip())
+
+
+def _given(option: str, value: object) -> str:
+    """`name=value`, or `Owner(name=value)`."""
+    return f"{option[:-1]}={value!r})" if option.endswith(")") else f"{option}={value!r}"
+
+
+def _as_float(value: object) -> float:
+    """The value as a float; NaN where it is none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):  # NumPy's scalars are real numbers as well
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan

@@ -11,6 +11,18 @@ from typing import Any
 
 import torch
 
+from .errors import ConfigError
+
+
+def check_seed(seed: object, option: str = "seed") -> None:
+    """Refuse what is no seed for each of Python, NumPy and torch.
+
+    Raises:
+        ConfigError: it is no integer from 0 to 2**32 - 1.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ConfigError(f"{option}={seed!r}. Expected an integer from 0 to 2**32 - 1, or None.")
+
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False, *, process_index: int = 0) -> int:
     """Seed Python, NumPy and torch on all devices.

@@ -43,8 +43,13 @@ class CSVTracker(Tracker):
         """
         path = self.path or run.directory / "metrics.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._table = _Table(path)
-        self._record = RunRecord(path, run, config)
+        table = _Table(path)
+        try:
+            self._record = RunRecord(path, run, config)
+        except BaseException:
+            table.close()
+            raise
+        self._table = table
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one row.

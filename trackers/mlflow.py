@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..distributed.imports import require
+from ..distributed.paths import prove_writable
 from .config import flatten_config
 from .names import NameRule
 from .tracker import RunInfo, Status, Tracker, opened
@@ -63,6 +64,7 @@ class MLflowTracker(Tracker):
 
         Raises:
             MissingDependencyError: mlflow is not installed.
+            OSError: the default database can't be written.
         """
         mlflow = require("mlflow", extra="mlflow", purpose="MLflowTracker")
         uri, artifacts = self._store(mlflow, run.directory.parent)
@@ -90,8 +92,11 @@ class MLflowTracker(Tracker):
             return mlflow.get_tracking_uri(), None
         directory = project_directory.resolve()
         directory.mkdir(parents=True, exist_ok=True)
-        database = (directory / "mlflow.db").as_posix().translate(_URL_ESCAPES)
-        return f"sqlite:///{database}", (directory / "mlartifacts").as_uri()
+        database = directory / "mlflow.db"
+        # MLflow itself would try again for minutes. SQLite needs the file, and its journal beside it.
+        database.open("ab").close()
+        prove_writable(directory)
+        return f"sqlite:///{database.as_posix().translate(_URL_ESCAPES)}", (directory / "mlartifacts").as_uri()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write one record, in one request for each thousand metrics.

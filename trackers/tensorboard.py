@@ -45,10 +45,14 @@ class TensorBoardTracker(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(self.directory or run.directory), flush_secs=self.flush_seconds)
+        try:
+            writer.add_text("config", f"```json\n{strict_json(dict(config), indent=2)}\n```")
+            _write_session(writer, "session_start_info", _session_start(config))
+            writer.flush()
+        except BaseException:
+            writer.close()
+            raise
         self._writer = writer
-        writer.add_text("config", f"```json\n{strict_json(dict(config), indent=2)}\n```")
-        _write_session(writer, "session_start_info", _session_start(config))
-        writer.flush()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write one scalar per metric.

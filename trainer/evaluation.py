@@ -22,7 +22,7 @@ from ..distributed.numbers import to_numbers
 from .metrics import MetricLog
 from .run import EvaluationData, Run, Training
 from .sealed import sealed
-from .signature import bind_step
+from .signature import bind_step, sample_counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +175,6 @@ def step_of(run: Run, stage: Stage, data: EvaluationData, suffix: str) -> Callab
 def samples_of(run: Run, batch: Any) -> int | AmbiguousBatchSizeError | None:
     """Samples in the batch, or the error that says why they can't be told: it is raised where they are needed."""
     try:
-        return run.task.count_samples(batch)
+        return sample_counter(run.task)(batch)
     except AmbiguousBatchSizeError as error:
         return error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any, TypeAlias
@@ -31,7 +32,7 @@ def read_batch_limits(limit: BatchLimit, option: str = "limit_batches") -> dict[
         if stage not in STAGES:
             raise ConfigError(f"{option} names the stage {stage!r}. {suggest(stage, STAGES)}")
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or value < 0 or (isinstance(value, float) and value > 1):
+        if not is_number or not 0 <= value <= (1 if isinstance(value, float) else sys.maxsize):
             raise ConfigError(
                 f"{option}[{stage!r}]={value!r}. Expected a number of batches (an integer >= 0) or a fraction (0.0 "
                 "to 1.0)."

@@ -25,6 +25,7 @@ from ..data.sizes import AmbiguousBatchSizeError
 from ..data.window import Window, WindowReader
 from ..distributed.errors import DataError, TaskError
 from ..distributed.numbers import to_numbers
+from ..strategies.optimizer import parameters_of
 from ..strategies.outcome import StepOutcome
 from .evaluation import sanity_check, validate
 from .optimization import SchedulerConfig, monitored_value
@@ -146,14 +147,13 @@ def fit_batch(run: Run, training: Training, batch: Any) -> None:
             outputs = None  # a batch without a loss
             if loss is not None:
                 training.loss.leave_out()
-        if training.is_automatic and run.strategy.gradient_state.sync_gradients:
-            step(run, training)
-        state.batch = index + 1
-        state.micro_step += 1
-        if type(samples) is int:
-            state.samples += samples
-        if training.counts_tokens:
-            state.tokens += run.task.count_tokens(batch)
+        try:
+            if training.is_automatic and run.strategy.gradient_state.sync_gradients:
+                step(run, training)
+        except (EndEpoch, StopRun):
+            count_batch(run, training, batch, samples)
+            raise
+        count_batch(run, training, batch, samples)
     except BaseException as error:
         hint_at_single_sample(error, samples, index)
         run.fail(error)
@@ -161,6 +161,17 @@ def fit_batch(run: Run, training: Training, batch: Any) -> None:
         raise
     if emit := events[Callback.on_batch_end]:
         emit(outputs)
+
+
+def count_batch(run: Run, training: Training, batch: Any, samples: object) -> None:
+    """Count a micro-batch that is done."""
+    state = run.state
+    state.batch += 1
+    state.micro_step += 1
+    if type(samples) is int:
+        state.samples += samples
+    if training.count_tokens is not None:
+        state.tokens += training.count_tokens(batch)
 
 
 def backward(run: Run, loss: Tensor, **kwargs: Any) -> None:
@@ -190,7 +201,7 @@ def step(run: Run, training: Training) -> None:
         except SkipBatch:
             precision.forget(optimizer)
         if training.loss.count is not None:
-            count_tokens(run, training, training.loss.count)
+            add_counts(run, training, training.loss.count)
     count_step(run, training, outcome)
     optimizer.zero_grad()
 
@@ -201,22 +212,27 @@ def count_step(run: Run, training: Training, outcome: StepOutcome) -> None:
         run.state.step += 1
     else:
         run.state.skipped_steps += 1
-    if emit := run.events[Callback.on_step]:
-        emit(outcome)
-    if outcome is StepOutcome.APPLIED and training.is_automatic:
-        for rate in training.step_schedulers:
-            step_scheduler(run, rate, run.state.step)
+    try:
+        if emit := run.events[Callback.on_step]:
+            emit(outcome)
+    finally:  # the step was taken, whatever a callback makes of it
+        if outcome is StepOutcome.APPLIED and training.is_automatic:
+            for rate in training.step_schedulers:
+                step_scheduler(run, rate, run.state.step)
 
 
 def normalise_and_clip(run: Run, training: Training) -> None:
     """Give the window's gradients their exact weight, then clip them once."""
     correction = training.loss.correction()
+    if correction is None and training.clip_value is None and training.clip_norm is None:
+        return
+    parameters = parameters_of(training.optimizers[0])  # as it has them now: groups may be added in a run
     if correction is not None:
-        run.strategy.scale_gradients(training.parameters, correction)
+        run.strategy.scale_gradients(parameters, correction)
     if training.clip_value is not None:
-        run.strategy.clip_grad_value(training.parameters, training.clip_value)
+        run.strategy.clip_grad_value(parameters, training.clip_value)
     if training.clip_norm is not None:
-        run.strategy.clip_grad_norm(training.parameters, training.clip_norm)
+        run.strategy.clip_grad_norm(parameters, training.clip_norm)
 
 
 def manual_step(run: Run, training: Training, batch: Any, index: int) -> Any:
@@ -317,6 +333,7 @@ def close_open_window(run: Run, training: Training) -> None:
     """Step on a window that was carried over an epoch's end and finds no further batch, over what it holds."""
     if training.carried:
         training.carried = 0
+        training.logged_at = -1  # what was recorded before belongs to another step
         run.gradient_state.sync_gradients = True
         step(run, training)
 
@@ -339,7 +356,7 @@ def not_counted(run: Run, error: AmbiguousBatchSizeError) -> AmbiguousBatchSizeE
     return error
 
 
-def count_tokens(run: Run, training: Training, count: Any) -> None:
+def add_counts(run: Run, training: Training, count: Any) -> None:
     """Add a window's count to the token counter, without waiting for a device that computes it."""
     if isinstance(count, Tensor):
         if count.device.type != "cpu" and not training.needs_tokens:

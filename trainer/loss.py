@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.errors import TaskError
+from ..distributed.numbers import wide_float
 
 
 class WindowLoss:
@@ -81,8 +84,7 @@ class WindowLoss:
             )
         if self.num_losses and self._first_count is None:
             raise _mixed()
-        if isinstance(count, Tensor):
-            count = count.detach()
+        count = _read_count(count)
         if self._first_count is None:
             self._first_count, self.count = _or_one(count), count
         else:
@@ -97,6 +99,28 @@ class WindowLoss:
             return None if self.num_losses == self._size else self._size / self.num_losses
         factor: float | Tensor = self._first_count * self._size / _or_one(self.count)
         return None if not isinstance(factor, Tensor) and factor == 1 else factor
+
+
+def _read_count(count: Any) -> Any:
+    """A count that can be added to others without loss.
+
+    Raises:
+        TaskError: it is no number of at least 0. One that a device computes is not waited for.
+    """
+    if isinstance(count, Tensor):
+        if count.numel() != 1 or count.is_complex():
+            raise _no_count(f"tensor of shape {tuple(count.shape)} and type {count.dtype}")
+        count = count.detach().reshape(()).to(wide_float(count.device))  # a sum of small types would wrap or round
+        if count.device.type == "cpu" and not 0 <= count.item() < math.inf:
+            raise _no_count(f"tensor {count.item()}")
+        return count
+    if isinstance(count, bool) or not isinstance(count, numbers.Real) or not 0 <= float(count) < math.inf:
+        raise _no_count(f"{type(count).__name__} {count!r}")
+    return int(count) if isinstance(count, numbers.Integral) else float(count)
+
+
+def _no_count(found: str) -> TaskError:
+    return TaskError(f"training_step returned (loss_sum, count) with the {found}. Expected a number of at least 0.")
 
 
 def _or_one(count: Any) -> Any:

@@ -139,8 +139,27 @@ def _copied(name: str, value: Tensor) -> Tensor:
     """A scalar of its own without a graph: what the user does to the tensor later is not logged."""
     if value.numel() != 1:
         raise MetricError(f"log({name!r}) of a tensor of shape {tuple(value.shape)}. Expected one element: reduce it.")
+    if value.is_complex():
+        raise MetricError(f"log({name!r}) of a complex number. Log its real and imaginary parts, or its magnitude.")
     copy = value.detach().clone()
     return copy.reshape(()) if copy.ndim else copy
+
+
+def _read_weight(name: str, weight: Any) -> Any:
+    """The weight of a value as a number, or as a scalar tensor of its own.
+
+    Raises:
+        MetricError: it is neither.
+    """
+    if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex():
+        return weight.detach().clone().reshape(())
+    item = getattr(weight, "item", None)
+    number = item() if callable(item) and getattr(weight, "size", 1) == 1 else weight
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise MetricError(
+            f"log({name!r}) with the weight {weight!r}. Expected a number: the samples that it stands for."
+        )
+    return number
 
 
 class MetricLog:
@@ -192,6 +211,8 @@ class MetricLog:
             value, weight = self._convert(metric, value, batch_size)
             if value is None:
                 return
+        if weight is not None and type(weight) is not int:
+            weight = _read_weight(name, weight)
         if weight is None:
             weight = self.samples if type(self.samples) is int else self._weight(metric)
         metric.entries.append((self.window, value, weight))
@@ -201,6 +222,10 @@ class MetricLog:
             self.progress[name] = value
 
     def _open(self, name: str, on_step: bool | None, on_epoch: bool | None, reduce: Reduce) -> Metric:
+        if not isinstance(name, str) or not name:
+            raise MetricError(f"log({name!r}, ...). Expected the metric's name, a text such as 'train/loss'.")
+        if name == "epoch":
+            raise MetricError("log('epoch', ...): each record has this name already, for the epochs done. Use another.")
         if reduce not in get_args(Reduce):
             raise MetricError(f"log({name!r}, reduce={reduce!r}). {suggest(reduce, get_args(Reduce))}")
         training = self.stage == "train"

@@ -77,6 +77,13 @@ def configure(task: Task) -> Optimization:
         _check_parameters(optimizer, task)
         if task.automatic_optimization:
             _check_step(optimizer)
+    for rate in found.schedulers:
+        owner = getattr(rate.scheduler, "optimizer", None)
+        if isinstance(owner, Optimizer) and not any(owner is optimizer for optimizer in found.optimizers):
+            raise TaskError(
+                f"{type(rate.scheduler).__name__} moves the rates of another {type(owner).__name__} than those that "
+                f"{type(task).__name__}.configure_optimizers returned. Build it on the returned optimizer."
+            )
     return found
 
 

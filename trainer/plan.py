@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,10 +13,12 @@ from ..callbacks.bus import overridden
 from ..callbacks.intervals import Schedule
 from ..callbacks.state import RunState
 from ..data.loader import PreparedLoader
+from ..data.sizes import find_batch_size
 from ..data.window import Window
 from ..distributed.units import size_bytes
 from ..strategies.scheduler import planned_length
 from .advice import is_too_short, likely_mistakes
+from .loop import refuse_empty_pass
 from .optimization import SchedulerConfig
 from .run import Run, Training
 from .setup import prepare_training, start_run
@@ -26,7 +29,6 @@ if TYPE_CHECKING:
 
 MOST_WINDOWS = 200_000
 """Windows that a plan walks through; of a longer run it tells the beginning."""
-_UNPLANNABLE = ("seconds", "tokens")
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ class Plan:
 def make_plan(trainer: Trainer, task: Task, train: Any, val: Any) -> Plan:
     """Work out what `trainer.fit(task, train, val)` will do. Nothing is trained, moved or written."""
     run = start_run(trainer, task, "train")
-    with _captured_warnings() as caught:
+    with _captured_warnings() as caught, _belonging_to(trainer, task):
         training = prepare_training(run, trainer.settings, train, val)
     plan = Plan(
         batches_per_epoch=training.num_batches,
@@ -81,7 +83,8 @@ def make_plan(trainer: Trainer, task: Task, train: Any, val: Any) -> Plan:
             "the training loader has no length, so that the plan ends with nothing known of its epochs."
         )
     else:
-        _walk(plan, run, training, schedules)
+        with _rates_put_back(training):
+            _walk(plan, run, training, schedules)
     _look_for_mistakes(plan, run, training)
     return plan
 
@@ -99,7 +102,7 @@ def _schedules(run: Run, training: Training) -> dict[str, Schedule]:
 def _walk(plan: Plan, run: Run, training: Training, schedules: Mapping[str, Schedule]) -> None:
     """Go through all windows of the run as the loop does, with counters alone."""
     state = run.state
-    samples = _samples_per_epoch(training)
+    sizes = _batch_sizes(training)
     _note_rate(plan, training, 0)
     windows = 0
     while training.limits.reached(state) is None and windows < MOST_WINDOWS:
@@ -107,6 +110,8 @@ def _walk(plan: Plan, run: Run, training: Training, schedules: Mapping[str, Sche
         reader = training.windows_of(state.epoch, PreparedLoader(range(training.num_batches or MOST_WINDOWS)))
         for window in reader:
             windows += 1
+            if sizes is not None:
+                state.samples += sum(sizes[state.batch : state.batch + len(window.batches)])
             _advance(plan, state, training, window)
             for name, schedule in schedules.items():
                 if schedule.is_due(state):
@@ -114,18 +119,24 @@ def _walk(plan: Plan, run: Run, training: Training, schedules: Mapping[str, Sche
             if training.limits.reached(state) is not None or windows >= MOST_WINDOWS:
                 break
         training.carried = reader.carried
+        if state.batch == 0:
+            refuse_empty_pass(run, training, reader)
         if not state.epoch_ended:
             break
         plan.steps_per_epoch = plan.steps_per_epoch or state.step - epoch_began
         _step_schedulers(plan, training, training.epoch_schedulers, state.epoch + 1, state.step)
         state.epoch, state.batch, state.epoch_ended = state.epoch + 1, 0, False
     reached = training.limits.reached(state)
+    if reached and training.carried:  # a window that is still open is stepped on at the end
+        state.step += 1
+        _step_schedulers(plan, training, training.step_schedulers, state.step, state.step)
     plan.is_complete = plan.is_complete and reached is not None
     plan.end = str(reached) if reached else ""
     plan.steps, plan.batches, plan.epochs = state.step, state.micro_step, state.epochs_done
-    plan.samples = None if samples is None else round(samples * state.epochs_done)
+    plan.samples = None if sizes is None else state.samples
     for name, schedule in schedules.items():
-        if schedule.is_due_at_end and state.step not in plan.due[name][-1:]:
+        ends = schedule.is_due_at_end or (name == "log" and schedule.is_ever_due)
+        if ends and state.step not in plan.due[name][-1:]:
             plan.due[name].append(state.step)
 
 
@@ -141,7 +152,7 @@ def _advance(plan: Plan, state: RunState, training: Training, window: Window) ->
 def _step_schedulers(plan: Plan, training: Training, rates: Iterable[SchedulerConfig], count: int, step: int) -> None:
     changed = False
     for rate in rates:
-        if rate.is_point(count) and not rate.needs_metric and training.is_automatic:
+        if step and rate.is_point(count) and not rate.needs_metric and training.is_automatic:
             _step_alone(rate.scheduler)
             changed = True
     if changed:
@@ -163,12 +174,17 @@ def _note_rate(plan: Plan, training: Training, step: int) -> None:
             plan.learning_rates.append((step, rate))
 
 
-def _samples_per_epoch(training: Training) -> int | None:
-    loader = training.loader.loader
+def _batch_sizes(training: Training) -> list[int] | None:
+    """The samples of each batch of an epoch, None where the loader does not tell them."""
+    loader, count = training.loader.loader, training.num_batches
+    if isinstance(loader, (list, tuple)):
+        sizes = [find_batch_size(batch) for batch in loader[:count]]
+        return None if None in sizes else [size for size in sizes if size is not None]
     size, dataset = getattr(loader, "batch_size", None), getattr(loader, "dataset", None)
-    if size is None or training.num_batches is None or not hasattr(dataset, "__len__"):
+    if size is None or count is None or not hasattr(dataset, "__len__"):
         return None
-    return min(training.num_batches * int(size), len(dataset))  # type: ignore[arg-type]
+    left = len(dataset)  # type: ignore[arg-type]
+    return [min(size, left - index * size) for index in range(count)]
 
 
 def _count_weights(task: Task) -> dict[str, int]:
@@ -184,13 +200,14 @@ def _count_weights(task: Task) -> dict[str, int]:
 
 
 def _note_unplannable(plan: Plan, training: Training, schedules: Mapping[str, Schedule]) -> None:
+    unknown = {"seconds", "tokens"} | (set() if _batch_sizes(training) else {"samples"})
     for duration in training.limits.durations:
-        if duration.unit in _UNPLANNABLE:
+        if duration.unit in unknown:
             plan.is_complete = False
             plan.warnings.append(f"the run may end after {duration}, which can't be foreseen in steps.")
     for name, schedule in schedules.items():
         for duration in schedule.interval.every:
-            if duration.unit in (*_UNPLANNABLE, "samples"):
+            if duration.unit in unknown:
                 plan.warnings.append(f"{name} falls due every {duration}, which this plan does not show in steps.")
 
 
@@ -227,6 +244,34 @@ def _look_for_cut_windows(plan: Plan, training: Training) -> None:
         plan.warnings.append(
             f"{training.num_batches} batches per epoch are no multiple of accumulate={training.window_size}: {what}."
         )
+
+
+@contextmanager
+def _belonging_to(trainer: Trainer, task: Task) -> Iterator[None]:
+    """A context in which the task's hooks see the trainer as in `fit`."""
+    outer = task.__dict__.get("_trainer")
+    task.__dict__["_trainer"] = trainer
+    try:
+        yield
+    finally:
+        task.__dict__.pop("_trainer")
+        if outer is not None:
+            task.__dict__["_trainer"] = outer
+
+
+@contextmanager
+def _rates_put_back(training: Training) -> Iterator[None]:
+    """A context after which the schedules and the settings of the optimizers are as before: the task may keep them."""
+    schedules = [(rate.scheduler, copy.deepcopy(rate.scheduler.state_dict())) for rate in training.schedulers]
+    groups = [group for optimizer in training.optimizers for group in optimizer.param_groups]
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    try:
+        yield
+    finally:
+        for group, values in zip(groups, settings, strict=True):
+            group.update(values)
+        for scheduler, state in schedules:
+            scheduler.load_state_dict(state)
 
 
 @contextmanager

@@ -83,16 +83,14 @@ class Training:
     """`training_step`, in the run's precision."""
     count_samples: Callable[[Any], int | None]
     """Samples in a batch."""
-    counts_tokens: bool
-    """Whether the task reports the tokens of a batch."""
+    count_tokens: Callable[[Any], int] | None
+    """Tokens in a batch, None where the task does not report them."""
     needs_tokens: bool
     """Whether the token counter has to be exact at each step."""
     moves: bool
     """Whether batches have to be moved to the device."""
     gated: list[GatedOptimizer] = field(default_factory=list)
     """The optimizers as a task in manual mode sees them."""
-    parameters: list[Tensor] = field(default_factory=list)
-    """Those that the optimizers train."""
     loss: WindowLoss = field(default_factory=WindowLoss)
     reader: WindowReader | None = None
     """The windows of the running epoch."""
@@ -147,6 +145,8 @@ class Run:
     training: Training | None = None
     evaluation: EvaluationData | None = None
     """What the evaluation that runs goes through."""
+    outer_trainer: Trainer | None = None
+    """Another Trainer that runs the task at the same time, around this run."""
     error: BaseException | None = None
     """The exception that is ending the run."""
     stop_reason: str | None = None
@@ -179,6 +179,12 @@ class Run:
         """Fire an event outside the hot path."""
         if emit := self.events[event]:
             emit(*values)
+
+    def release(self) -> None:
+        """Let go of the data when the run is over: workers of the loaders end with them."""
+        self.evaluation = None
+        if self.training is not None:
+            self.training.loader, self.training.validation, self.training.reader = PreparedLoader(()), None, None
 
     def stop(self, reason: str) -> None:
         """Ask for an orderly end at the next step boundary; the first reason stands."""

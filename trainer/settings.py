@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,8 +58,10 @@ class Settings:
                 )
         if self.seed is not None and not (_is_integer(self.seed) and 0 <= self.seed < 2**32):
             raise ConfigError(f"seed={self.seed!r}. Expected an integer from 0 to 2**32 - 1, or None.")
-        if self.name is not None and (not self.name or Path(self.name).name != self.name or self.name in (".", "..")):
-            raise ConfigError(f"name={self.name!r}. Expected the name of one folder, below project_dir.")
+        if self.name is not None:
+            _check_name(self.name)
+        if not isinstance(self.project_dir, Path):
+            raise ConfigError(f"project_dir={self.project_dir!r}. Expected the path of a folder.")
 
     def for_dev_run(self, num_batches: int) -> Settings:
         """These settings for a run that tries everything on so many batches of each stage."""
@@ -72,6 +75,17 @@ class Settings:
             overfit_batches=None,
             is_fast_dev_run=True,
         )
+
+
+def _check_name(name: object) -> None:
+    is_name = isinstance(name, str) and name == Path(name).name and name not in ("", ".", "..") and "\0" not in name
+    if not is_name or len(os.fsencode(str(name))) > _LONGEST_NAME:
+        raise ConfigError(
+            f"name={name!r}. Expected the name of one folder, below project_dir, of at most {_LONGEST_NAME} bytes."
+        )
+
+
+_LONGEST_NAME = 200  # of the 255 that file systems allow: numbers and endings are put behind it
 
 
 def read_fast_dev_run(value: bool | int) -> int:

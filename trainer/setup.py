@@ -14,16 +14,14 @@ from ..callbacks.callback import Callback, SkipBatch
 from ..callbacks.intervals import Interval, Schedule
 from ..callbacks.state import RunState
 from ..data.loader import PreparedLoader
-from ..data.sizes import find_batch_size
 from ..distributed.errors import ConfigError, DataError, TaskError
-from ..strategies.optimizer import parameters_of
 from .evaluation import Stage
 from .loaders import batches_allowed, evaluation_data, first_batches, training_loader
 from .metrics import MetricLog
 from .optimization import Optimization, configure
 from .run import EvaluationData, Run, Training
 from .settings import Settings
-from .signature import bind_step
+from .signature import bind_step, checked_count, sample_counter
 from .task import Task
 
 if TYPE_CHECKING:
@@ -71,7 +69,6 @@ def rebind(run: Run) -> None:
 def place(run: Run, training: Training) -> None:
     """Put the task with its optimizers where it computes, and make the optimizers known to the accelerator."""
     run.model, training.optimizers = run.strategy.setup(run.task, training.optimizers)
-    training.parameters = [p for optimizer in training.optimizers for p in parameters_of(optimizer)]
     preparation = run.trainer.accelerator.preparation
     preparation.optimizers.clear()
     training.gated = [preparation.optimizer(optimizer) for optimizer in training.optimizers]
@@ -143,8 +140,8 @@ def _training(
         validation=validation,
         sanity_batches=settings.sanity_val_batches,
         step=bind_step(task.training_step, run.precision),
-        count_samples=task.count_samples if overrides(task, "count_samples") else find_batch_size,
-        counts_tokens=overrides(task, "count_tokens"),
+        count_samples=sample_counter(task),
+        count_tokens=checked_count(task.count_tokens) if overrides(task, "count_tokens") else None,
         needs_tokens=any(d.unit == "tokens" for i in intervals for d in i.every)
         or any(d.unit == "tokens" for d in settings.limits.durations),
         moves=run.device.type != "cpu",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
+from ..data.sizes import find_batch_size
 from ..distributed.errors import TaskError
 from ..strategies.precision import Precision
+from .task import Task
 
 
 def bind_step(step: Callable[..., Any], precision: Precision, dataloader_idx: int = 0) -> Callable[[Any, int], Any]:
@@ -25,6 +28,34 @@ def bind_step(step: Callable[..., Any], precision: Precision, dataloader_idx: in
             return called(batch, index)
 
     return in_autocast
+
+
+def sample_counter(task: Task) -> Callable[[Any], int | None]:
+    """How many samples a batch of a task has: `find_batch_size`, or the task's own way, its answers checked."""
+    own = type(task).count_samples is not Task.count_samples or "count_samples" in vars(task)
+    return checked_count(task.count_samples) if own else find_batch_size
+
+
+def checked_count(count: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A task's `count_samples` or `count_tokens` whose answers are integers.
+
+    Raises:
+        TaskError: when it is called: the answer is neither an integer of at least 0 nor None.
+    """
+
+    def checked(batch: Any) -> int | None:
+        answer = count(batch)
+        if answer is None or (type(answer) is int and answer >= 0):
+            return answer
+        try:
+            number = operator.index(answer)  # a NumPy integer, or an integer tensor of one element
+        except (TypeError, ValueError, RuntimeError):
+            number = -1
+        if number < 0 or isinstance(answer, bool):
+            raise TaskError(f"{getattr(count, '__qualname__', count)} returned {answer!r}. Expected an integer >= 0.")
+        return number
+
+    return checked
 
 
 def batch_function(step: Callable[..., Any], dataloader_idx: int = 0) -> Callable[[Any, int], Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import os
+import secrets
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -100,7 +103,7 @@ class Trainer(RunReadings):
         limit_batches: int | float | dict[str, int | float] | None = None,
         overfit_batches: int | None = None,
         fast_dev_run: bool | int = False,
-        callbacks: Callback | Sequence[Callback] = (),
+        callbacks: Callback | Sequence[Callback] | None = (),
         trackers: str | bool | Tracker | dict[str, Any] | list[str | Tracker | dict[str, Any]] | None = "tensorboard",
         progress: bool = True,
         log_every: int | str | list[int | str] = "50 steps",
@@ -128,7 +131,7 @@ class Trainer(RunReadings):
             compiles=compile,
             seed=seed,
             is_deterministic=deterministic,
-            project_dir=Path(project_dir),
+            project_dir=Path(project_dir) if isinstance(project_dir, (str, os.PathLike)) else project_dir,
             name=name,
         )
         num_tried = read_fast_dev_run(fast_dev_run)
@@ -177,6 +180,7 @@ class Trainer(RunReadings):
                 warnings.warn(text, stacklevel=2)
             self._open_trackers(run)
             stack.enter_context(training_mode(run.task))
+            stack.enter_context(torch.enable_grad())  # what the task does to this mode ends with the run
             loop.fit(run, training)
 
     def validate(self, task: Task, data: Any = None) -> dict[str, float]:
@@ -249,6 +253,7 @@ class Trainer(RunReadings):
         self.progress_metrics.clear()
         self.state = run.state
         self._run = self._newest_run = run
+        run.outer_trainer = task.__dict__.get("_trainer")
         task.__dict__["_trainer"] = self
         return run
 
@@ -260,13 +265,18 @@ class Trainer(RunReadings):
         status: Status = "success"
         if run.error is not None:
             status = "interrupted" if isinstance(run.error, KeyboardInterrupt) else "failed"
-        run.trackers.finish(status)
-        run.task.__dict__.pop("_trainer", None)
-        run.strategy.teardown()
-        run.state.pause()
-        run.state.stage = "idle"
-        run.gradient_state.sync_gradients = True
-        self._run = None
+        try:
+            run.trackers.finish(status)
+        finally:
+            run.task.__dict__.pop("_trainer", None)
+            if run.outer_trainer is not None:
+                run.task.__dict__["_trainer"] = run.outer_trainer
+            run.strategy.teardown()
+            run.state.pause()
+            run.state.stage = "idle"
+            run.gradient_state.sync_gradients = True
+            run.release()
+            self._run = None
 
     # Steering a run.
 
@@ -344,7 +354,9 @@ class Trainer(RunReadings):
 
     def _new_directory(self, task: Task | None) -> Path:
         name = self.settings.name
-        base = name or f"{'run' if task is None else type(task).__name__.lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
+        kind = "run" if task is None else type(task).__name__.lower()
+        # The last part keeps runs apart that begin in the same second, on machines that share the folder.
+        base = name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         folder = free_path(
             self.settings.project_dir / base,
             is_taken=lambda path: path in self._used_directories or (name is None and path.exists()),
@@ -366,9 +378,11 @@ class Trainer(RunReadings):
         return {"task": {"class": type(task).__name__, **task.hparams}, "trainer": self.config}
 
 
-def _with_progress(callbacks: Callback | Sequence[Callback], progress: bool) -> list[Callback]:
+def _with_progress(callbacks: Callback | Sequence[Callback] | None, progress: bool) -> list[Callback]:
     """The callbacks as a list, with a progress bar if there is to be one."""
-    found = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+    if not isinstance(callbacks, (Callback, Iterable, NoneType)) or isinstance(callbacks, str):
+        raise ConfigError(f"callbacks={callbacks!r}. Expected a Callback or a list of them.")
+    found = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
     for callback in found:
         if not isinstance(callback, Callback):
             raise ConfigError(

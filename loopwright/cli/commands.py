@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jsonargparse import ArgumentError, ArgumentParser
 
+from ..callbacks.checkpoint import ModelCheckpoint
 from ..checkpoint.weights import load_weights
 from ..distributed.atomic import whole_file
 from ..distributed.errors import CheckpointError, ConfigError
@@ -83,11 +84,29 @@ def _fit(config: ParsedConfig, options: Options) -> None:
     _describe_run(task, trainer, config)
     train, val = loader_of(data, "train"), loader_of(data, "val", is_required=False)
     trainer.on("fit_start", lambda *_: _save_config(trainer, config))
-    trainer.fit(task, train, val)
+    try:
+        trainer.fit(task, train, val)
+    except KeyboardInterrupt as interrupt:
+        for line in _what_is_left(trainer):
+            interrupt.add_note(line)
+        raise
     if trainer.stop_reason is not None:
         print(f"The run ended: {trainer.stop_reason}")
     if trainer.run_directory.is_dir():
         print(f"The files of this run are in {trainer.run_directory}")
+
+
+def _what_is_left(trainer: Trainer) -> Iterator[str]:
+    """Lines that say what a run which was cut off has written."""
+    checkpoints = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+    written = [callback.last_path for callback in checkpoints if callback.last_path is not None]
+    for path in written:
+        yield f"The last weights are in {path}"
+    if not written:
+        remedy = "" if checkpoints else " The callback ModelCheckpoint writes them."
+        yield f"No last weights were written.{remedy}"
+    if trainer.run_directory.is_dir():
+        yield f"The files of this run are in {trainer.run_directory}"
 
 
 def _describe_run(task: Task, trainer: Trainer, config: ParsedConfig) -> None:
@@ -139,7 +158,7 @@ def _test(config: ParsedConfig, options: Options) -> None:
 
 
 def _predict(config: ParsedConfig, options: Options) -> None:
-    task, data, trainer = config.build()
+    task, data, trainer = config.build(trackers=False)  # nothing is logged that they could take
     _load(task, options)
     file = Path(options["output"]) if "output" in options else None
     with prediction_writer(file) as writer:

@@ -17,6 +17,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 from ..distributed.errors import ConfigError, suggest
 from ..trainer.trainer import Trainer
 from .classes import find_class
+from .foreign import FOREIGN_KEYS
 from .parsed import ParsedConfig
 from .resolved import without_wrappers
 from .scalars import is_null
@@ -66,7 +67,7 @@ class RunConfig:
             reader.problems.append(Problem("task", message, is_missing=True))
         trainer = parameters_of(Trainer)
         read["trainer"] = reader.read_arguments(tree.get("trainer"), trainer, "trainer", is_none_a_value=False)
-        places = {name: f"trainer.{name}" for name in trainer}
+        places = {**FOREIGN_KEYS, **{name: f"trainer.{name}" for name in trainer}}
         for section in ("task", "data"):
             places |= {name: f"{section}.init_args.{name}" for name in _parameter_names(read.get(section))}
         places |= {key: key for key in KEYS}

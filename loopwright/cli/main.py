@@ -64,8 +64,8 @@ def _run_guarded(command: str, arguments: list[str]) -> int:
     except (ConfigError, TaskError, DataError, MissingDependencyError) as error:
         print("\n".join([f"loopwright {command}: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return USAGE_ERROR
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print("\n".join(["Interrupted.", *getattr(interrupt, "__notes__", [])]), file=sys.stderr)
         return INTERRUPTED
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from ..distributed.errors import ConfigError
-from ..distributed.random import set_seed
+from ..distributed.random import check_seed, set_seed
 from ..trainer.task import Task
 from ..trainer.trainer import Trainer
 from .classes import find_class, folders_used
@@ -45,22 +45,25 @@ class ParsedConfig:
         """The file that runs the same again."""
         return to_yaml(self.values)
 
-    def build(self) -> tuple[Task, Any, Trainer]:
+    def build(self, **overrides: Any) -> tuple[Task, Any, Trainer]:
         """The task, what the class or function of `data` gives (None without one), and the trainer.
 
         Random states are seeded by `trainer.seed` before anything is built, the task first.
 
+        Args:
+            overrides: arguments of the trainer that this command sets itself.
         Raises:
-            ConfigError: the task is no `Task`.
+            ConfigError: the seed can't be used, or the task is no `Task`.
         """
         if self.namespace.trainer.seed is not None:
+            check_seed(self.namespace.trainer.seed, "trainer.seed")
             set_seed(self.namespace.trainer.seed)
         objects = self._instantiate()
         task = _call(objects.task)
         if not isinstance(task, Task):
             raise ConfigError(f"task is {type(task).__name__}, which is not a subclass of loopwright.Task.")
         data = _call(objects.data) if "data" in objects else None
-        return task, data, Trainer(**_arguments(objects.trainer))
+        return task, data, Trainer(**{**_arguments(objects.trainer), **overrides})
 
     def _instantiate(self) -> Namespace:
         """The parsed values with an object in the place of each class that is an argument."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..distributed.errors import ConfigError, suggest
 from .classes import find_class, full_class_path, is_public_name
+from .foreign import FOREIGN_KEYS
 from .scalars import TextList, TextMapping, UnreadableError, Verbatim, is_null, read_scalar
 from .signature import Parameter, kinds_of, parameters_of
 from .sources import Tree
@@ -83,17 +84,17 @@ class TypedReader:
         if not isinstance(spec, dict) or not isinstance(spec.get("class_path"), str) or is_null(spec["class_path"]):
             self.problems.append(Problem(path, "no class. Expected a mapping with class_path and, if any, init_args."))
             return None
-        self._check_names(spec, _SPEC_KEYS, path)
         class_path = full_class_path(str(spec["class_path"]))
         try:
             target = find_class(class_path)
         except ConfigError as error:
+            self._check_names(spec, _SPEC_KEYS, path)
             self.problems.append(Problem(f"{path}.class_path", str(error)))
             return None
         self.class_paths.append(class_path)
-        arguments = self.read_arguments(
-            spec.get("init_args"), parameters_of(target), f"{path}.init_args", is_complete=is_built
-        )
+        parameters = parameters_of(target)
+        self._check_names(spec, _SPEC_KEYS, path, {name: f"{path}.init_args.{name}" for name in parameters})
+        arguments = self.read_arguments(spec.get("init_args"), parameters, f"{path}.init_args", is_complete=is_built)
         return {"class_path": class_path, "init_args": arguments}
 
     def read_value(self, value: Any, kinds: Sequence[Any], path: str) -> Any:
@@ -133,9 +134,17 @@ class TypedReader:
         }
 
     def _check_names(
-        self, given: Tree, known: Mapping[str, Parameter] | Sequence[str], path: str, *, is_complete: bool = False
+        self,
+        given: Tree,
+        known: Mapping[str, Parameter] | Sequence[str],
+        path: str,
+        elsewhere: Mapping[str, str] | None = None,
+        *,
+        is_complete: bool = False,
     ) -> None:
-        places = {name: f"{path}.{name}" for name in known}
+        """Note the names that are unknown, and those that are missing; `elsewhere` says what else may be meant."""
+        others = FOREIGN_KEYS if path == "trainer" else elsewhere or {}
+        places = {**others, **{name: f"{path}.{name}" for name in known}}
         for name in given:
             if name not in known:
                 message = f"unknown key. {suggest(name, known, places=places)}"

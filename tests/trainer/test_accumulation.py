@@ -351,3 +351,62 @@ class TestClipping:
     def test_a_wrong_limit(self, option: str, value: Any) -> None:
         with pytest.raises(ConfigError, match=rf"{option}={value!r}. Expected a number above 0"):
             fit(Scalar(), ones(1), **{option: value})
+
+
+class TestCountsOfEveryType:
+    """A count is added to others without wrapping or rounding, whatever its type."""
+
+    @pytest.mark.parametrize(
+        ("dtype", "count"),
+        [
+            (torch.int8, 100), (torch.uint8, 200), (torch.bool, 1), (torch.int64, 3),
+            (torch.float16, 40000), (torch.bfloat16, 257), (torch.float32, 2**24 + 2), (torch.float64, 0.25),
+        ],
+    )  # fmt: skip
+    def test_four_in_a_window(self, dtype: torch.dtype, count: float) -> None:
+        exact = torch.tensor(count, dtype=dtype).item()
+
+        class Counts(Scalar):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return self.w * batch.sum() * float(exact), torch.tensor(count, dtype=dtype)
+
+        found = fit(task := Counts(), ones(4), accumulate=4)
+        assert task.value == pytest.approx(-1, rel=1e-6)
+        assert found.state.tokens == int(4 * float(exact))
+
+    @pytest.mark.parametrize(
+        "count", [None, "3", 2j, float("nan"), float("inf"), -1, True, torch.tensor(-2), torch.tensor([1, 2])]
+    )
+    def test_what_is_no_count(self, count: Any) -> None:
+        class Counts(Scalar):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return self.w * batch.sum(), count
+
+        with pytest.raises(
+            TaskError, match=r"\(loss_sum, count\) with the .*\. Expected a number of at least 0"
+        ):
+            fit(Counts(), ones(1))
+
+
+@pytest.mark.parametrize("weighs", [False, True])
+def test_a_group_added_in_the_run_is_clipped_and_weighted(weighs: bool) -> None:
+    class Grows(Scalar):
+        def __init__(self) -> None:
+            super().__init__()
+            self.new = torch.nn.Parameter(torch.zeros(()))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([self.w], lr=1.0)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = (self.w + self.new) * batch.sum()
+            return (loss, batch_idx + 1) if weighs else loss
+
+    def unfreeze(trainer: Any, task: Any) -> None:
+        trainer.optimizers[0].add_param_group({"params": [task.new]})
+
+    task = Grows()
+    fit(task, batches(3, 6), accumulate=2, clip_norm=None if weighs else 1.0, callbacks=Watch(fit_start=unfreeze))
+    # Weighted: (3 + 6) / (1 + 2). Clipped: both have the mean 4.5, scaled to a norm of 1 together.
+    assert task.new.item() == pytest.approx(-3 if weighs else -(0.5**0.5), rel=1e-5)
+    assert task.w.item() == pytest.approx(task.new.item())
