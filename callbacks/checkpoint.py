@@ -35,7 +35,8 @@ class ModelCheckpoint(Callback):
 
     Weights that hold a NaN or an infinity are not written, with a warning, so that the good files stay. A file is
     removed only after its successor is whole, and only if this run wrote it; where a file of another run has the name,
-    `-v2` is put behind it. That the folder can be written to is proven when `fit` begins. A fast dev run writes nothing.
+    `-v2` is put behind it. When `fit` begins it is made sure that the folder can be written to. A fast dev run writes
+    nothing.
 
     Args:
         every: when `last` is due, and the newest files without a monitor; a bare number counts optimizer steps.
@@ -49,6 +50,7 @@ class ModelCheckpoint(Callback):
         save_on_exception: whether `last` is written when an exception ends the run.
     Raises:
         ConfigError: an argument can't be used or would be ignored, or nothing would ever be saved.
+        CheckpointError: from `fit`: the folder can't be written to, or a file can't be.
     """
 
     def __init__(

@@ -129,8 +129,9 @@ def check_number(
     )
     if not is_fitting:
         kind = "a number" if allows_infinity else "a finite number"
-        bounds = [f" >= {least:g}"] * (least is not None) + [f" above {above:g}"] * (above is not None)
-        raise ConfigError(f"{_given(option, value)}. Expected {kind}{' and'.join(bounds)}. {hint}".rstrip())
+        bounds = (f">= {least:g}" if least is not None else "", f"above {above:g}" if above is not None else "")
+        accepted = " ".join(filter(None, (kind, " and ".join(filter(None, bounds)))))
+        raise ConfigError(f"{_given(option, value)}. Expected {accepted}. {hint}".rstrip())
 
 
 def check_boolean(option: str, value: object, hint: str = "") -> None:

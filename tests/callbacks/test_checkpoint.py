@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from loopwright import Callback, ConfigError, MetricError, ModelCheckpoint, Task, Trainer
+from loopwright import Callback, CheckpointError, ConfigError, MetricError, ModelCheckpoint, Task, Trainer
 from loopwright.callbacks.kept_files import KeptFiles, SavedFile
 
 
@@ -312,6 +314,13 @@ def test_same_name_twice_keeps_both(tmp_path: Path) -> None:
     [
         ({"top_k": -2}, r"ModelCheckpoint\(top_k=-2\)\. Expected an integer >= -1\. It is a number of files"),
         ({"top_k": 0, "last": False}, "saves nothing"),
+        ({"last": "false"}, r"ModelCheckpoint\(last='false'\). Expected True or False"),
+        ({"save_on_exception": 1}, r"save_on_exception=1\). Expected True or False"),
+        ({"mode": "max"}, r"ModelCheckpoint\(mode='max'\) has no metric to compare. Name it by monitor="),
+        ({"directory": 5}, r"ModelCheckpoint\(directory=5\). Expected the path of a folder; leave it out"),
+        ({"directory": ""}, r"directory=''\). Expected the path of a folder"),
+        ({"filename": 5}, r"ModelCheckpoint\(filename=5\). Expected a text, such as '{epoch}-{step}'"),
+        ({"filename": "", "monitor": "val/loss"}, r"filename=''\). Expected a text"),
         ({"every": "2 parsecs"}, r"ModelCheckpoint\(every\)='2 parsecs' has an unknown unit"),
         ({"monitor": "val/loss", "mode": "lower"}, r"mode='lower'\). "),
         ({"filename": "{val/loss}"}, r"names 'val/loss'. Without monitor= no save has a new value"),
@@ -323,3 +332,71 @@ def test_same_name_twice_keeps_both(tmp_path: Path) -> None:
 def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelCheckpoint(**arguments)
+
+
+def test_any_number_of_files(tmp_path: Path) -> None:
+    fit(ModelCheckpoint(monitor="val/loss", top_k=10**30, last=False, directory=tmp_path / "out"), [1.0, 2.0])
+    assert files(tmp_path / "out") == {"step=1-val_loss=1.safetensors": -1.0, "step=2-val_loss=2.safetensors": -2.0}
+
+
+@pytest.mark.parametrize("directory", ["file", "file/sub"])
+def test_a_folder_that_can_not_be_written_to_is_an_error_before_anything_runs(tmp_path: Path, directory: str) -> None:
+    (tmp_path / "file").touch()
+    task = Counting([1.0])
+    trainer = Trainer(max_epochs=1, callbacks=ModelCheckpoint(directory=directory), trackers=False, progress=False)
+    message = r"can't write to the folder '.*file.*': .*Not a directory.* choose another one by directory="
+    with pytest.raises(CheckpointError, match=message) as caught:
+        trainer.fit(task, batches(1), batches(1))
+    assert isinstance(caught.value.__cause__, NotADirectoryError)
+    assert (trainer.state.step, task.num_validations) == (0, 0)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir(mode=0o555)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        fit(ModelCheckpoint(directory=tmp_path / "out" / "deeper"))
+
+
+# The files' size is limited as a full disk would do it: after the first save, so that the second one fails.
+FULL_DISK = """
+import resource
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from loopwright import CheckpointError, ModelCheckpoint, Task, Trainer
+
+
+class Large(Task):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(100_000))
+
+    def training_step(self, batch, batch_idx):
+        return self.w.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+trainer = Trainer(max_epochs=2, callbacks=ModelCheckpoint(directory="out"), trackers=False, progress=False)
+trainer.on("epoch_start", lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, -1)), once=2)
+try:
+    trainer.fit(Large(), [torch.ones(1)])
+except CheckpointError as error:
+    print(type(error.__cause__).__name__, error, *getattr(error, "__notes__", []))
+"""
+
+
+def test_a_save_that_fails_names_file_and_reason_and_leaves_the_earlier_file(tmp_path: Path) -> None:
+    run = subprocess.run([sys.executable, "-c", FULL_DISK], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    path = tmp_path / "out" / "last.safetensors"
+    assert f"ModelCheckpoint could not write '{path}' at step 2: " in run.stdout
+    assert "File too large" in run.stdout
+    assert "choose another folder by directory=" in run.stdout
+    assert [entry.name for entry in path.parent.iterdir()] == ["last.safetensors"]
+    assert load_file(path)["w"].tolist() == [-1.0] * 100_000

@@ -226,7 +226,14 @@ def test_run_that_ends_before_its_validation_is_no_error() -> None:
     [
         ({"patience": 0}, r"patience=0\). Expected an integer >= 1"),
         ({"mode": "mim"}, r"mode='mim'\). Did you mean 'min'\?"),
-        ({"min_delta": -1.0}, r"min_delta=-1.0\). Expected a number >= 0"),
+        ({"patience": "3"}, r"EarlyStopping\(patience='3'\). Expected an integer >= 1"),
+        ({"min_delta": -1.0}, r"min_delta=-1.0\). Expected a finite number >= 0. It is in the units of the metric"),
+        ({"min_delta": "x"}, r"EarlyStopping\(min_delta='x'\). Expected a finite number >= 0"),
+        ({"min_delta": math.inf}, r"min_delta=inf\). Expected a finite number"),
+        ({"stopping_threshold": "0.1"}, r"stopping_threshold='0.1'\). Expected a number. It is a value of the metric"),
+        ({"divergence_threshold": math.nan}, r"EarlyStopping\(divergence_threshold=nan\). Expected a number. .*leave"),
+        ({"check_finite": "false"}, r"check_finite='false'\). Expected True or False"),
+        ({"monitor": 5}, r"monitor=5\). Expected the name of a logged metric"),
         ({"monitor": ""}, r"monitor=''\). Expected the name of a logged metric"),
     ],
 )

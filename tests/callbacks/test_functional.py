@@ -196,12 +196,19 @@ def test_an_evaluation_has_functions_too() -> None:
         ("step", {"every": "last"}, r"every='last' of trainer.on can't be known in advance. Use the event 'fit_end'"),
         ("step", {"every": 1.5}, r"every=1.5: 1.5 steps is not a whole number"),
         ("step", {"every": True}, r"every=True is no duration"),
+        (5, {}, r"event=5 of trainer.on. Expected a name such as 'step'. Accepted: on_backward"),
+        ("step", {"when": 5}, r"when=5 of trainer.on. Expected a function of the trainer, .* for counts use every="),
         ("step", {"before": "3 steps"}, r"before='3 steps' of trainer.on. Expected an integer >= 1"),
     ],
 )
-def test_wrong_ones(event: str, filters: dict[str, Any], message: str) -> None:
+def test_wrong_ones(event: Any, filters: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         trainer().on(event, lambda *_: None, **filters)
+
+
+def test_what_can_not_be_called() -> None:
+    with pytest.raises(ConfigError, match=r"trainer.on\('step', 5\). Expected a function that is called with the trai"):
+        trainer().on("step", 5)
 
 
 def test_device_values_are_not_read_by_filters() -> None:

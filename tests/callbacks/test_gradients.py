@@ -144,7 +144,10 @@ def test_tensors_are_read_only_for_a_record(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ({"every": "1 epoch"}, "has to know beforehand which step is due. Expected optimizer steps"),
         ({"every": "last"}, "has to know beforehand"),
-        ({"norm_type": 0}, r"norm_type=0\). Expected a number above 0"),
+        ({"norm_type": 0}, r"norm_type=0\). Expected a number above 0. math.inf takes"),
+        ({"norm_type": "x"}, r"GradientMonitor\(norm_type='x'\). Expected a number above 0"),
+        ({"per_module": "false"}, r"per_module='false'\). Expected True or False"),
+        ({"per_parameter": 1}, r"per_parameter=1\). Expected True or False"),
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:

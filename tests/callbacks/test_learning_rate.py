@@ -148,3 +148,9 @@ def test_a_later_validation_has_no_rate() -> None:
     records.all.clear()
     trainer.validate(task, [torch.ones(1, 1)])
     assert records.values("lr") == []
+
+
+@pytest.mark.parametrize("option", ["momentum", "weight_decay"])
+def test_arguments_are_checked(option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"LearningRateMonitor\({option}='false'\)\. Expected True or False"):
+        LearningRateMonitor(**{option: "false"})

@@ -364,9 +364,10 @@ def test_count_survives_a_resume_and_a_new_fit_begins_at_0() -> None:
         (["ignore"], r"policy='ignore'\). "),
         (["skip", "50 steps"], r"policy='skip', every='50 steps'\) would miss what it has to skip"),
         (["raise", None, 0], r"max_skips=0\). Expected an integer >= 1"),
+        (["raise", None, 1, "false"], r"NaNGuard\(locate='false'\). Expected True or False"),
     ],
 )
 def test_arguments_are_checked(arguments: Sequence[Any], message: str) -> None:
-    names = ("policy", "every", "max_skips")
+    names = ("policy", "every", "max_skips", "locate")
     with pytest.raises(ConfigError, match=message):
         NaNGuard(**dict(zip(names, arguments, strict=False)))

@@ -380,7 +380,10 @@ def test_without_stderr_it_trains_the_same_and_shows_nothing(
             r"ProgressBar\(style='line'\) is unknown\. Did you mean 'lines'\? Accepted: auto, bar, lines",
         ),
         ({"every": "10 secs"}, r"ProgressBar\(every\)='10 secs' has an unknown unit 'secs'"),
-        ({"refresh_seconds": -1}, r"ProgressBar\(refresh_seconds=-1\)\. Expected a number of seconds >= 0"),
+        ({"refresh_seconds": -1}, r"ProgressBar\(refresh_seconds=-1\)\. Expected a number >= 0"),
+        ({"refresh_seconds": "x"}, r"ProgressBar\(refresh_seconds='x'\)\. Expected a number >= 0"),
+        ({"leave": "false"}, r"ProgressBar\(leave='false'\)\. Expected True or False"),
+        ({"stream": 5}, r"ProgressBar\(stream=5\)\. Expected an open text file or sys\.stdout; leave it out"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:

@@ -98,8 +98,9 @@ def test_no_parameters() -> None:
 
 
 @pytest.mark.parametrize("make", [ModelSummary, lambda depth: summarize(nn.ReLU(), depth)])
-def test_depth_below_minus_one(make: Any) -> None:
-    with pytest.raises(ConfigError, match=r"max_depth=-2\. Expected an integer >= -1\. -1 shows everything"):
+@pytest.mark.parametrize("depth", [-2, None, 1.0])
+def test_depths_that_are_none(make: Any, depth: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"max_depth={depth}\)?\. Expected an integer >= -1\. -1 shows everything"):
         make(-2)
 
 

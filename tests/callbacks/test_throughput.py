@@ -161,10 +161,19 @@ def test_operations_that_are_no_number() -> None:
         fit(ThroughputMonitor(), Wrong())
 
 
-@pytest.mark.parametrize("option", ["window", "flops_per_sample", "flops_per_token", "device_peak_flops"])
-def test_numbers_above_zero(option: str) -> None:
-    with pytest.raises(ConfigError, match=rf"ThroughputMonitor\({option}=0\)\. Expected a number above 0"):
-        ThroughputMonitor(**{option: 0})
+@pytest.mark.parametrize("option", ["flops_per_sample", "flops_per_token", "device_peak_flops"])
+@pytest.mark.parametrize("value", [0, "many", float("nan"), float("inf")])
+def test_numbers_above_zero(option: str, value: Any) -> None:
+    message = rf"ThroughputMonitor\({option}={value!r}\)\. Expected a finite number above 0\. Leave it out"
+    with pytest.raises(ConfigError, match=message):
+        ThroughputMonitor(**{option: value})
+
+
+@pytest.mark.parametrize("window", [0, 1.5, None])
+def test_the_window_is_a_number_of_records(window: Any) -> None:
+    ThroughputMonitor(window=10**30)
+    with pytest.raises(ConfigError, match=rf"ThroughputMonitor\(window={window}\)\. Expected an integer >= 1"):
+        ThroughputMonitor(window=window)
 
 
 def test_one_kind_of_operations() -> None:

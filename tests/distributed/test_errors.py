@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import numpy as np
 import pytest
 
-from loopwright.distributed.errors import ConfigError, check_integer, suggest
+from loopwright.distributed.errors import ConfigError, check_boolean, check_integer, check_number, suggest
 
 
 @pytest.mark.parametrize(
@@ -39,3 +43,45 @@ def test_everything_else_is_an_error(value: object) -> None:
 def test_the_owner_and_what_it_counts_may_be_named() -> None:
     with pytest.raises(ConfigError, match=r"^Early\(patience=0\)\. Expected an integer >= 1\. It counts checks\.$"):
         check_integer("Early(patience)", 0, 1, "It counts checks.")
+
+
+@pytest.mark.parametrize(
+    ("value", "bounds"),
+    [
+        (-5, {}),
+        (math.inf, {}),
+        (0, {"least": 0}),
+        (np.float32(0.5), {"above": 0}),
+        (np.int64(1), {"above": 0, "allows_infinity": False}),
+    ],
+)
+def test_numbers_within_the_bounds_are_accepted(value: object, bounds: dict[str, Any]) -> None:
+    check_number("clip_norm", value, **bounds)
+
+
+@pytest.mark.parametrize(
+    ("value", "bounds", "expected"),
+    [
+        ("1", {}, "a number"),
+        (None, {}, "a number"),
+        (True, {}, "a number"),
+        (math.nan, {}, "a number"),
+        (10**400, {}, "a number"),
+        (-0.5, {"least": 0}, "a number >= 0"),
+        (0, {"above": 0}, "a number above 0"),
+        (math.inf, {"above": 0, "allows_infinity": False}, "a finite number above 0"),
+    ],
+)
+def test_every_other_number_is_an_error(value: object, bounds: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_number("Stop(limit)", value, **bounds, hint="In seconds.")
+    assert str(caught.value) == f"Stop(limit={value!r}). Expected {expected}. In seconds."
+
+
+@pytest.mark.parametrize("value", ["false", 0, 1, None])
+def test_what_only_looks_like_a_boolean_is_an_error(value: object) -> None:
+    check_boolean("progress", True)
+    check_boolean("progress", False)
+    with pytest.raises(ConfigError) as caught:
+        check_boolean("progress", value, "It shows a bar.")
+    assert str(caught.value) == f"progress={value!r}. Expected True or False. It shows a bar."

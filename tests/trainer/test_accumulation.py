@@ -382,9 +382,7 @@ class TestCountsOfEveryType:
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 return self.w * batch.sum(), count
 
-        with pytest.raises(
-            TaskError, match=r"\(loss_sum, count\) with the .*\. Expected a number of at least 0"
-        ):
+        with pytest.raises(TaskError, match=r"\(loss_sum, count\) with the .*\. Expected a number of at least 0"):
             fit(Counts(), ones(1))
 
 
