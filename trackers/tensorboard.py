@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..distributed.errors import check_number
 from .config import flatten_config
 from .files import strict_json
 from .tracker import RunInfo, Status, Tracker, opened
@@ -30,11 +31,15 @@ class TensorBoardTracker(Tracker):
             project's folder shows each run by its name.
         flush_seconds: the longest time that records wait in memory before they are in the file.
         name: the tracker's name, where a run has two of them.
+    Raises:
+        ConfigError: `flush_seconds` is no number of seconds.
     """
 
     def __init__(
         self, directory: str | Path | None = None, *, flush_seconds: int = 30, name: str = "tensorboard"
     ) -> None:
+        hint = "It is a time in seconds."
+        check_number("TensorBoardTracker(flush_seconds)", flush_seconds, least=0, allows_infinity=False, hint=hint)
         self.directory = None if directory is None else Path(directory)
         self.flush_seconds = flush_seconds
         self.name = name

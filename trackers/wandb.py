@@ -70,10 +70,14 @@ class WandbTracker(Tracker):
         self._is_ours = wandb.run is None or "reinit" in self.options
         self.run = self._open(wandb, run, config) if self._is_ours else wandb.run
         run.run_ids[self.name] = self.run.id
-        if not self._is_ours:
-            self.run.config.update(dict(config), allow_val_change=True)
-        self.run.define_metric(STEP, hidden=True)
-        self.run.define_metric("*", step_metric=STEP, step_sync=True)
+        try:
+            if not self._is_ours:
+                self.run.config.update(dict(config), allow_val_change=True)
+            self.run.define_metric(STEP, hidden=True)
+            self.run.define_metric("*", step_metric=STEP, step_sync=True)
+        except BaseException:
+            self.finish("failed")
+            raise
 
     def _open(self, wandb: Any, run: RunInfo, config: Mapping[str, Any]) -> Any:
         directory = Path(self.options.get("dir", run.directory))

@@ -11,7 +11,8 @@ from typing import get_args
 from ..callbacks.intervals import Duration, Interval
 from ..callbacks.limits import Limits
 from ..data.window import Remainder
-from ..distributed.errors import ConfigError, check_integer, suggest
+from ..distributed.errors import ConfigError, check_boolean, check_integer, suggest
+from ..distributed.random import check_seed
 from ..strategies.gradient_state import check_num_steps
 from .loaders import read_batch_limits
 
@@ -56,8 +57,10 @@ class Settings:
                     f"overfit_batches={self.overfit_batches} and limit_batches for 'train' both limit the training "
                     "batches. Give one of them."
                 )
-        if self.seed is not None and not (_is_integer(self.seed) and 0 <= self.seed < 2**32):
-            raise ConfigError(f"seed={self.seed!r}. Expected an integer from 0 to 2**32 - 1, or None.")
+        if self.seed is not None:
+            check_seed(self.seed)
+        check_boolean("compile", self.compiles)
+        check_boolean("deterministic", self.is_deterministic)
         if self.name is not None:
             _check_name(self.name)
         if not isinstance(self.project_dir, Path):
@@ -110,10 +113,6 @@ def check_one_device(devices: int | str, num_nodes: int) -> None:
         raise ConfigError(f"devices={devices!r}. This version trains on one device: leave it out, or give 'auto' or 1.")
     if num_nodes != 1 or isinstance(num_nodes, bool):
         raise ConfigError(f"num_nodes={num_nodes!r}. This version trains on one machine: leave it out, or give 1.")
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:

@@ -24,7 +24,7 @@ from ..callbacks.order import sort_callbacks
 from ..callbacks.state import RunState
 from ..checkpoint.weights import save_weights
 from ..data.window import Remainder
-from ..distributed.errors import ConfigError, suggest
+from ..distributed.errors import ConfigError, check_boolean, suggest
 from ..distributed.paths import free_path
 from ..distributed.random import set_seed
 from ..strategies.precision import Precision
@@ -141,6 +141,7 @@ class Trainer(RunReadings):
         self.accelerator = Accelerator(
             mixed_precision=precision, gradient_accumulation_steps=accumulate, strategy=strategy
         )
+        check_boolean("progress", progress)
         self._callbacks = sort_callbacks(_with_progress(callbacks, progress))
         self.functions: list[FilteredFunction] = []
         """What `on` registered."""

@@ -57,11 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_guarded(command: str, arguments: list[str]) -> int:
     """Run a command; turn what the user can mend without a traceback into one message."""
-    from ..distributed.errors import ConfigError, DataError, MissingDependencyError, TaskError
+    from ..distributed.errors import CheckpointError, ConfigError, DataError, MissingDependencyError, TaskError
 
     try:
         return _run(command, arguments)
-    except (ConfigError, TaskError, DataError, MissingDependencyError) as error:
+    except (ConfigError, TaskError, DataError, CheckpointError, MissingDependencyError) as error:
         print("\n".join([f"loopwright {command}: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt as interrupt:

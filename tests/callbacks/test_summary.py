@@ -101,7 +101,7 @@ def test_no_parameters() -> None:
 @pytest.mark.parametrize("depth", [-2, None, 1.0])
 def test_depths_that_are_none(make: Any, depth: Any) -> None:
     with pytest.raises(ConfigError, match=rf"max_depth={depth}\)?\. Expected an integer >= -1\. -1 shows everything"):
-        make(-2)
+        make(depth)
 
 
 class Tiny(Task):

@@ -100,6 +100,13 @@ class Interrupted(Line):
         raise KeyboardInterrupt
 
 
+class InterruptedLater(Line):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            raise KeyboardInterrupt
+        return super().training_step(batch, batch_idx)
+
+
 class Steps(Callback):
     def on_fit_end(self, trainer, task):
         print(trainer.state.step, "steps")

@@ -149,6 +149,12 @@ class TestWeights:
         assert main(["predict", str(project.write(RUN))]) == 0
         assert capsys.readouterr().out.startswith("8 predictions. Write them to a file with --output")
 
+    def test_predicting_opens_no_tracker_and_leaves_no_run(self, project: Any, tmp_path: Path) -> None:
+        file = str(project.write(RUN))
+        assert main(["predict", file, "--trainer.trackers=[jsonl, tensorboard]", "--output", "out/p.jsonl"]) == 0
+        assert (tmp_path / "out/p.jsonl").is_file()
+        assert not (tmp_path / "runs").exists()
+
     def test_weights_that_do_not_fit(self, project: Any, weights: str, capsys: pytest.CaptureFixture[str]) -> None:
         file = str(project.write(RUN))
         assert "does not fit Line" in error_of(capsys, "test", file, "--weights", weights, "--task.init_args.width=2")
@@ -177,6 +183,16 @@ class TestExitCodes:
 
     def test_what_the_trainer_refuses_is_2(self, project: Any, capsys: pytest.CaptureFixture[str]) -> None:
         assert "singel" in error_of(capsys, "fit", str(project.write(RUN)), "--trainer.strategy=singel")
+        for seed in (99_999_999_999_999, -1):
+            message = error_of(capsys, "fit", str(project.write(RUN)), f"--trainer.seed={seed}")
+            assert (
+                message == f"loopwright fit: trainer.seed={seed}. Expected an integer from 0 to 2**32 - 1, or None.\n"
+            )
+        message = error_of(capsys, "fit", str(project.write(RUN)), "--trainer.limit_batches=.nan")
+        assert "limit_batches['train']=nan. Expected a number of batches" in message
+        callback = "{class_path: ModelCheckpoint, init_args: {mode: max}}"
+        message = error_of(capsys, "fit", str(project.write(RUN)), f"--trainer.callbacks={callback}")
+        assert "ModelCheckpoint(mode='max') has no metric to compare" in message
 
     @pytest.mark.parametrize(
         ("flag", "message"),
@@ -201,8 +217,26 @@ class TestExitCodes:
             assert main(["fit", file, f"--trainer.strategy={strategy}"]) == 0
 
     def test_interrupting_is_130(self, project: Any, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["fit", str(project.write(RUN)), "--task=task.Interrupted"]) == 130
-        assert "Interrupted." in capsys.readouterr().err
+        assert main(["fit", str(project.write(RUN)), "--task=task.Interrupted", "--trainer.name=a"]) == 130
+        lines = capsys.readouterr().err.splitlines()
+        assert lines == [
+            "Interrupted.",
+            "No last weights were written. The callback ModelCheckpoint writes them.",
+            f"The files of this run are in {Path('runs/a')}",
+        ]
+
+    def test_interrupting_says_where_the_last_weights_are(
+        self, project: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        flags = ["--trainer.name=a", "--trainer.callbacks=ModelCheckpoint"]
+        assert main(["fit", str(project.write(RUN)), "--task=task.InterruptedLater", *flags]) == 130
+        weights = tmp_path / "runs/a/checkpoints/last.safetensors"
+        assert weights.is_file()
+        lines = capsys.readouterr().err.splitlines()
+        files = f"The files of this run are in {Path('runs/a')}"
+        assert lines == ["Interrupted.", f"The last weights are in {weights}", files]
+        assert main(["fit", str(project.write(RUN)), "--task=task.Interrupted", *flags]) == 130
+        assert capsys.readouterr().err.splitlines()[1] == "No last weights were written."
 
 
 class TestHelp:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from loopwright import ConfigError
+from loopwright import ConfigError, Trainer
+from loopwright.cli.foreign import FOREIGN_KEYS
+from loopwright.cli.signature import parameters_of
 
 Resolve = Callable[..., dict[str, Any]]
 TASK = "task: {class_path: task.Line}\n"
@@ -52,6 +54,43 @@ class TestB76:
     def test_a_key_at_the_wrong_place_is_found(self, project: Any, resolve: Resolve) -> None:
         with pytest.raises(ConfigError, match=r"seed \(in .*run\.yaml\): unknown key\. Did you mean trainer\.seed\?"):
             resolve(project.write(TASK + "seed: 3\ntrainer: {max_epochs: 1}"))
+
+    def test_an_argument_beside_the_class_path_is_found(self, project: Any, resolve: Resolve) -> None:
+        message = r"task\.lr \(in the command line\): unknown key\. Did you mean task\.init_args\.lr\? Accepted: class"
+        with pytest.raises(ConfigError, match=message):
+            resolve(project.write(TASK + "trainer: {max_epochs: 1}"), "--task.lr", "0.1")
+
+    @pytest.mark.parametrize(
+        ("name", "meant"),
+        [
+            ("model", "task"),
+            ("datamodule", "data"),
+            ("seed_everything", "trainer.seed"),
+            ("ckpt_path", "--weights of validate, test and predict"),
+            ("logger", "trainer.trackers"),
+            ("trainer.logger", "trainer.trackers"),
+            ("trainer.max_epoch", "trainer.max_epochs"),
+            ("trainer.accumulate_grad_batches", "trainer.accumulate"),
+            ("trainer.gradient_clip_val", "trainer.clip_norm"),
+            ("trainer.val_check_interval", "trainer.val_every"),
+            ("trainer.num_sanity_val_steps", "trainer.sanity_val_batches"),
+            ("trainer.limit_val_batches", "trainer.limit_batches"),
+            ("trainer.enable_progress_bar", "trainer.progress"),
+            ("trainer.log_every_n_steps", "trainer.log_every"),
+            ("trainer.default_root_dir", "trainer.project_dir"),
+            ("trainer.num_train_epochs", "trainer.max_epochs"),
+        ],
+    )
+    def test_keys_of_other_frameworks(self, project: Any, resolve: Resolve, name: str, meant: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            resolve(project.write(TASK + "trainer: {max_epochs: 1}"), f"--{name}=1")
+        expected = f"{name} (in the command line): unknown key. Did you mean {meant}? Accepted: "
+        assert str(caught.value).startswith(expected)
+
+    def test_keys_of_other_frameworks_name_what_there_is(self) -> None:
+        arguments = {f"trainer.{name}" for name in parameters_of(Trainer)}
+        assert {key for key in FOREIGN_KEYS.values() if key.startswith("trainer.")} <= arguments
+        assert not {f"trainer.{name}" for name in FOREIGN_KEYS} & arguments
 
     @pytest.mark.parametrize(
         "name", ["precision", "strategy", "trackers", "val_every", "seed", "callbacks", "progress"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
 from pathlib import Path
 
@@ -97,6 +98,13 @@ def test_a_table_of_something_else_is_left_alone(run: RunInfo) -> None:
     with pytest.raises(TrackerError, match=r"metrics\.csv: its first column is 'name', not 'step'.*CSVTracker\(path="):
         CSVTracker().start(run, {})
     assert path.read_text() == "name,price\nx,1\n"
+
+
+def test_a_start_that_fails_halfway_leaves_nothing_open(run: RunInfo) -> None:
+    (run.directory / "metrics.run.json").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError, match=r"metrics\.run\.json"):
+        CSVTracker().start(run, {})
+    gc.collect()  # a file that was left open would warn here, which is an error in tests
 
 
 def test_path_is_where_it_writes(run: RunInfo, tmp_path: Path) -> None:

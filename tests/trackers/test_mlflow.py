@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,29 @@ def test_uri_that_mlflow_was_told(run: RunInfo, mlflow_project: Path, monkeypatc
     tracker.finish("success")
     assert client(run).get_run(run.run_ids["mlflow"]).data.metrics == {"loss": math.pi}
     assert not Path("elsewhere").exists()
+
+
+@pytest.mark.usefixtures("mlflow_environment")
+@pytest.mark.parametrize("is_unwritable", ["database", "folder"])
+def test_a_database_that_can_not_be_written_is_reported_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_unwritable: str
+) -> None:
+    pytest.importorskip("mlflow")
+    folder = tmp_path if is_unwritable == "database" else Path("/proc")  # where root can't write either
+    if is_unwritable == "database":
+        (folder / "mlflow.db").mkdir()
+    elif not folder.is_dir():
+        pytest.skip("needs /proc, a folder that nobody can write to")
+    began = time.monotonic()
+    group = create_trackers("mlflow")
+    group.start(RunInfo("one", "digits", folder / "one"), {})
+    group.log({"loss": 1.0}, 1)
+    group.finish("success")
+    assert time.monotonic() - began < 10  # MLflow would try for minutes
+    (message,) = (record.getMessage() for record in caplog.records if record.name.startswith("loopwright"))
+    assert "tracker 'mlflow' failed in MLflowTracker.start (" in message
+    assert f"{folder / 'mlflow.db'}" in message
+    assert "Training goes on; nothing of this run is written there." in message
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.api_pb2 import Status as SessionStatus  # type: ignore[import-untyped]
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # type: ignore[import-untyped]
 
+from loopwright.distributed.errors import ConfigError
 from loopwright.trackers.tensorboard import TensorBoardTracker
 from loopwright.trackers.tracker import RunInfo, Tracker
 
@@ -99,3 +101,19 @@ def test_directory_is_where_it_writes(run: RunInfo, tmp_path: Path) -> None:
     tracker.finish("success")
     assert open_events(tmp_path / "events").Tags()["scalars"] == ["loss"]
     assert not run.directory.exists()
+
+
+@pytest.mark.parametrize("seconds", [-1, "30", float("inf")])
+def test_the_time_between_flushes_is_a_number_of_seconds(seconds: Any) -> None:
+    message = rf"TensorBoardTracker\(flush_seconds={seconds!r}\)\. Expected a finite number >= 0\. It is a time in"
+    with pytest.raises(ConfigError, match=message):
+        TensorBoardTracker(flush_seconds=seconds)
+
+
+def test_a_start_that_fails_halfway_leaves_no_thread(tmp_path: Path) -> None:
+    before = threading.active_count()
+    tracker = TensorBoardTracker()
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        tracker.start(RunInfo("one", "digits", tmp_path / "one"), {"a": object()})
+    assert threading.active_count() == before
+    tracker.finish("failed")  # nothing is open
