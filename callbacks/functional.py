@@ -67,16 +67,7 @@ class FilteredFunction:
     _only_applied: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise ConfigError(
-                f"trainer.on({self.event.__name__.removeprefix('on_')!r}, {self.function!r}). Expected a function that "
-                "is called with the trainer, the task and the event's values."
-            )
-        if self.when is not None and not callable(self.when):
-            raise ConfigError(
-                f"when={self.when!r} of trainer.on. Expected a function of the trainer, the task and the event's "
-                "values that returns whether to call; for counts use every=, once=, before= or after=."
-            )
+        self._check_functions()
         for option in ("every", "once", "before", "after"):
             value = getattr(self, option)
             is_count = isinstance(value, int) and not isinstance(value, bool)
@@ -88,6 +79,18 @@ class FilteredFunction:
             self._interval = Interval.parse(self.every, unit="steps", option="every")
             if self._interval.last:
                 raise ConfigError("every='last' of trainer.on can't be known in advance. Use the event 'fit_end'.")
+
+    def _check_functions(self) -> None:
+        if not callable(self.function):
+            raise ConfigError(
+                f"trainer.on({self.event.__name__.removeprefix('on_')!r}, {self.function!r}). Expected a function that "
+                "is called with the trainer, the task and the event's values."
+            )
+        if self.when is not None and not callable(self.when):
+            raise ConfigError(
+                f"when={self.when!r} of trainer.on. Expected a function of the trainer, the task and the event's "
+                "values that returns whether to call; for counts use every=, once=, before= or after=."
+            )
 
     @property
     def label(self) -> str:

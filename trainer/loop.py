@@ -48,20 +48,7 @@ def fit(run: Run, training: Training) -> None:
                 else:
                     fit_epoch(run, training)
             close_open_window(run, training)
-            if (
-                training.validation
-                and training.val_schedule.is_due_at_end
-                and training.validated_at != state.micro_step
-            ):
-                validate(run, training)
-            if training.last_values and training.logged_at != state.micro_step and training.log_schedule.is_ever_due:
-                run.record(training.last_values)
-            if training.validation and training.validated_at < 0 and training.limits.reached(state):
-                warnings.warn(
-                    f"validation never ran: val_every='{training.val_schedule.interval}' did not come due in "
-                    f"{state.step} steps. Count in steps, such as val_every='100 steps', or add 'last'.",
-                    stacklevel=2,
-                )
+            do_what_is_due_last(run, training)
         record_late(run)
     except StopRun as stop:
         run.stop(str(stop) or "StopRun was raised")
@@ -258,6 +245,21 @@ def do_what_is_due(run: Run, training: Training) -> None:
         validate(run, training)
     if training.limits.end_inside_epochs and (limit := training.limits.reached(state)):
         run.stop(f"{limit} reached")
+
+
+def do_what_is_due_last(run: Run, training: Training) -> None:
+    """What comes due at the end of the run: a last validation where it is asked for, and the newest values."""
+    state = run.state
+    if training.validation and training.val_schedule.is_due_at_end and training.validated_at != state.micro_step:
+        validate(run, training)
+    if training.last_values and training.logged_at != state.micro_step and training.log_schedule.is_ever_due:
+        run.record(training.last_values)
+    if training.validation and training.validated_at < 0 and training.limits.reached(state):
+        warnings.warn(
+            f"validation never ran: val_every='{training.val_schedule.interval}' did not come due in {state.step} "
+            "steps. Count in steps, such as val_every='100 steps', or add 'last'.",
+            stacklevel=2,
+        )
 
 
 def close_epoch(run: Run, training: Training, reader: WindowReader) -> None:

@@ -27,8 +27,8 @@ from .task import Task
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-MOST_WINDOWS = 200_000
-"""Windows that a plan walks through; of a longer run it tells the beginning."""
+MOST_BATCHES = 200_000
+"""Micro-batches that a plan walks through; of a longer run it tells the beginning."""
 
 
 @dataclass(slots=True)
@@ -104,28 +104,38 @@ def _walk(plan: Plan, run: Run, training: Training, schedules: Mapping[str, Sche
     state = run.state
     sizes = _batch_sizes(training)
     _note_rate(plan, training, 0)
-    windows = 0
-    while training.limits.reached(state) is None and windows < MOST_WINDOWS:
+    while training.limits.reached(state) is None and state.micro_step < MOST_BATCHES:
         epoch_began = state.step
-        reader = training.windows_of(state.epoch, PreparedLoader(range(training.num_batches or MOST_WINDOWS)))
-        for window in reader:
-            windows += 1
-            if sizes is not None:
-                state.samples += sum(sizes[state.batch : state.batch + len(window.batches)])
-            _advance(plan, state, training, window)
-            for name, schedule in schedules.items():
-                if schedule.is_due(state):
-                    plan.due[name].append(state.step)
-            if training.limits.reached(state) is not None or windows >= MOST_WINDOWS:
-                break
-        training.carried = reader.carried
-        if state.batch == 0:
-            refuse_empty_pass(run, training, reader)
+        _walk_epoch(plan, run, training, schedules, sizes)
         if not state.epoch_ended:
             break
         plan.steps_per_epoch = plan.steps_per_epoch or state.step - epoch_began
         _step_schedulers(plan, training, training.epoch_schedulers, state.epoch + 1, state.step)
         state.epoch, state.batch, state.epoch_ended = state.epoch + 1, 0, False
+    _finish_walk(plan, state, training, schedules)
+    plan.samples = None if sizes is None else state.samples
+
+
+def _walk_epoch(
+    plan: Plan, run: Run, training: Training, schedules: Mapping[str, Schedule], sizes: list[int] | None
+) -> None:
+    state = run.state
+    reader = training.windows_of(state.epoch, PreparedLoader(range(training.num_batches or MOST_BATCHES)))
+    for window in reader:
+        if sizes is not None:
+            state.samples += sum(sizes[state.batch : state.batch + len(window.batches)])
+        _advance(plan, state, training, window)
+        for name, schedule in schedules.items():
+            if schedule.is_due(state):
+                plan.due[name].append(state.step)
+        if training.limits.reached(state) is not None or state.micro_step >= MOST_BATCHES:
+            break
+    training.carried = reader.carried
+    if state.batch == 0:
+        refuse_empty_pass(run, training, reader)
+
+
+def _finish_walk(plan: Plan, state: RunState, training: Training, schedules: Mapping[str, Schedule]) -> None:
     reached = training.limits.reached(state)
     if reached and training.carried:  # a window that is still open is stepped on at the end
         state.step += 1
@@ -133,7 +143,6 @@ def _walk(plan: Plan, run: Run, training: Training, schedules: Mapping[str, Sche
     plan.is_complete = plan.is_complete and reached is not None
     plan.end = str(reached) if reached else ""
     plan.steps, plan.batches, plan.epochs = state.step, state.micro_step, state.epochs_done
-    plan.samples = None if sizes is None else state.samples
     for name, schedule in schedules.items():
         ends = schedule.is_due_at_end or (name == "log" and schedule.is_ever_due)
         if ends and state.step not in plan.due[name][-1:]:

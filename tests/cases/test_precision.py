@@ -13,19 +13,7 @@ from loopwright.strategies.precision import ScaledPrecision
 from loopwright.trackers.memory import MemoryTracker
 from loopwright.trainer.task import Task
 
-from ..trainer.tiny import Watch, fit
-
-
-class Pair(Task):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(2))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return (self.w * batch).sum()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1.0)
+from ..trainer.tiny import Pair, Watch, fit
 
 
 def test_b53_clipping_acts_on_unscaled_gradients() -> None:

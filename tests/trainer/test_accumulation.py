@@ -15,7 +15,7 @@ from loopwright.distributed.errors import ConfigError, DataError, TaskError
 from loopwright.strategies.outcome import StepOutcome
 from loopwright.trainer.task import Task
 
-from .tiny import Scalar, Watch, Weighed, batches, fit, ones, tracked
+from .tiny import Pair, Scalar, Watch, Weighed, batches, fit, ones, tracked
 
 APPLIED, SKIPPED = StepOutcome.APPLIED, StepOutcome.SKIPPED
 
@@ -323,18 +323,7 @@ class TestClipping:
         assert steps(Scalar(), batches(6, -2, 0.25), clip_value=0.5) == [-0.5, 0, -0.25]
 
     def test_value_before_norm(self) -> None:
-        class Two(Task):
-            def __init__(self) -> None:
-                super().__init__()
-                self.w = nn.Parameter(torch.zeros(2))
-
-            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-                return (self.w * batch).sum()
-
-            def configure_optimizers(self) -> Any:
-                return torch.optim.SGD(self.parameters(), lr=1.0)
-
-        task = Two()
+        task = Pair()
         # (30, 4) -> (3, 4) by value, whose norm is 5 -> (0.6, 0.8).
         fit(task, [torch.tensor([30.0, 4.0])], clip_value=4.0, clip_norm=1.0)
         by_hand = torch.tensor([4.0, 4.0]) / 32**0.5

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import random
-import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from loopwright.data.combined import CombinedLoader
 from loopwright.distributed.errors import DataError
 from loopwright.trainer.task import Task
 
-from .tiny import Recorder, Scalar, Watch, batches, fit, ones, trainer
+from .tiny import Recorder, Scalar, Watch, batches, fit, ones
 
 
 class Seen(Scalar):
@@ -292,66 +290,3 @@ def test_a_loader_whose_length_is_an_estimate() -> None:
             return 2
 
     assert fit(Scalar(), Longer(1, 2, 3), max_epochs=2).state.step == 6
-
-
-class Draws(Dataset[Tensor]):
-    """Each sample is what the four streams of random numbers give."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> Tensor:
-        import numpy as np
-
-        normal = torch.distributions.Normal(0.0, 1.0).sample()
-        return torch.tensor([random.random(), float(np.random.rand()), torch.rand(()).item(), normal.item()])
-
-
-@pytest.fixture
-def worker_signal() -> Iterator[None]:
-    """Torch watches its workers by SIGCHLD, from the first loader that has some until the process ends."""
-    before = signal.getsignal(signal.SIGCHLD)
-    yield
-    signal.signal(signal.SIGCHLD, before)
-
-
-@pytest.mark.usefixtures("worker_signal")
-def test_workers_draw_their_own_numbers_in_each_epoch_and_the_run_repeats() -> None:
-    def draws() -> Tensor:
-        task = Seen()
-        fit(task, DataLoader(Draws(), batch_size=1, num_workers=2), max_epochs=2, seed=7)
-        return torch.tensor(task.seen).reshape(4, 4)  # of two workers in two epochs, by stream
-
-    first = draws()
-    assert all(len(set(stream.tolist())) == 4 for stream in first.T)
-    assert torch.equal(draws(), first)
-
-
-def test_a_single_sample_in_batch_norm_is_explained() -> None:
-    class Net(Task):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = torch.nn.BatchNorm1d(6)
-            self.count = 0
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.norm(batch).mean()
-
-        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-            self.norm(batch)
-            self.count += len(batch)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=1.0)
-
-    data = TensorDataset(torch.randn(5, 6))
-
-    def loader(**options: Any) -> Any:
-        return DataLoader(data, 4, collate_fn=lambda items: torch.stack([x for (x,) in items]), **options)
-
-    with pytest.raises(ValueError, match=r"(?s)more than 1 value.*batch 1 has 1 sample.*Use drop_last=True"):
-        fit(Net(), loader())
-    assert fit(Net(), loader(drop_last=True)).state.step == 1
-    task = Net()
-    trainer().validate(task, loader())
-    assert task.count == 5

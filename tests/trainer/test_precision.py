@@ -15,7 +15,7 @@ from loopwright.strategies.outcome import StepOutcome
 from loopwright.strategies.precision import ScaledPrecision
 from loopwright.trainer.task import Task
 
-from .tiny import Recorder, Scalar, Scheduled, Watch, batches, fit, ones, trainer
+from .tiny import Pair, Recorder, Scalar, Scheduled, Watch, batches, fit, ones, trainer
 
 CPU = torch.device("cpu")
 INF = float("inf")
@@ -183,17 +183,6 @@ class TestFused:
 
 
 def test_clipping_sees_unscaled_gradients() -> None:
-    class Pair(Task):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.zeros(2))
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return (self.w * batch).sum()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=1.0)
-
     class Norms(Callback):
         def __init__(self) -> None:
             self.seen: list[list[float]] = []
@@ -205,37 +194,6 @@ def test_clipping_sees_unscaled_gradients() -> None:
     fit(task, [torch.tensor([3.0, 4.0])], precision=scaled(), clip_norm=1.0, callbacks=norms)
     assert task.w.tolist() == pytest.approx([-0.6, -0.8])
     assert norms.seen == [pytest.approx([0.6, 0.8])]
-
-
-def test_a_no_grad_forward_before_the_real_one_keeps_the_gradients() -> None:
-    class Net(Task):
-        def __init__(self, looks_first: bool) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-            self.looks_first = looks_first
-            self.gradients: list[Tensor] = []
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            if self.looks_first:
-                with torch.no_grad():
-                    self.net(batch)
-            assert torch.is_autocast_cache_enabled()
-            return self.net(batch).float().square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=1.0)
-
-    def gradients(looks_first: bool) -> list[Tensor]:
-        found: list[Tensor] = []
-        watch = Watch(
-            before_step=lambda trainer, task, optimizer: found.extend(p.grad.clone() for p in task.parameters())
-        )
-        fit(Net(looks_first), [torch.arange(8.0).reshape(2, 4)], precision="bf16", callbacks=watch)
-        return found
-
-    for with_look, without in zip(gradients(True), gradients(False), strict=True):
-        torch.testing.assert_close(with_look, without, atol=1e-2, rtol=0)
 
 
 def test_an_unknown_word() -> None:

@@ -49,6 +49,20 @@ class Scalar(Task):
         return self.w.item()
 
 
+class Pair(Task):
+    """Two weights that begin at 0; the gradient of a batch is the batch itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.w * batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
 class Scheduled(Scalar):
     """A `Scalar` with a learning-rate schedule; `rates` holds the rate at the end of each batch."""
 
