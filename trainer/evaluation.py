@@ -15,12 +15,12 @@ from itertools import islice
 from typing import Any
 
 from ..callbacks.bus import Event
-from ..callbacks.callback import Callback
+from ..callbacks.callback import Callback, EndEpoch, SkipBatch
 from ..data.sizes import AmbiguousBatchSizeError
 from ..data.window import check_length
 from ..distributed.numbers import to_numbers
 from .metrics import MetricLog
-from .run import EvaluationData, Run, Training
+from .run import EvaluationData, Run, Training, refused
 from .sealed import sealed
 from .signature import bind_step, sample_counter
 
@@ -55,8 +55,9 @@ PREDICT = Stage(
 def validate(run: Run, training: Training) -> None:
     """Validation inside training. It leaves no trace there; its metrics become a record at the current step."""
     assert training.validation is not None
-    evaluate(run, VALIDATION, training.validation)
-    training.validated_at = run.state.micro_step
+    with refused(SkipBatch, EndEpoch):
+        evaluate(run, VALIDATION, training.validation)
+    training.validated_at = run.state.step
 
 
 def evaluate(run: Run, stage: Stage, data: EvaluationData) -> dict[str, float]:

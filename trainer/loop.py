@@ -236,12 +236,12 @@ def manual_step(run: Run, training: Training, batch: Any, index: int) -> Any:
 
 
 def do_what_is_due(run: Run, training: Training) -> None:
-    """What comes due at a step boundary."""
+    """What comes due at a step boundary. A window that is left open has no step yet to record."""
     state = run.state
-    if training.log_schedule.is_due(state):
+    if not training.carried and training.log_schedule.is_due(state):
         training.logged_at = state.micro_step
         run.record(run.training_log.step_values())
-    if training.validation and training.val_schedule.is_due(state):
+    if training.validation and training.val_schedule.is_due(state) and training.validated_at != state.step:
         validate(run, training)
     if training.limits.end_inside_epochs and (limit := training.limits.reached(state)):
         run.stop(f"{limit} reached")
@@ -250,7 +250,7 @@ def do_what_is_due(run: Run, training: Training) -> None:
 def do_what_is_due_last(run: Run, training: Training) -> None:
     """What comes due at the end of the run: a last validation where it is asked for, and the newest values."""
     state = run.state
-    if training.validation and training.val_schedule.is_due_at_end and training.validated_at != state.micro_step:
+    if training.validation and training.val_schedule.is_due_at_end and training.validated_at != state.step:
         validate(run, training)
     if training.last_values and training.logged_at != state.micro_step and training.log_schedule.is_ever_due:
         run.record(training.last_values)
@@ -285,7 +285,7 @@ def check_first_epoch(run: Run, training: Training) -> None:
         TaskError: automatic optimization never got a loss.
     """
     state, name = run.state, type(run.task).__name__
-    if training.is_automatic and training.loss.num_none == state.micro_step:
+    if training.is_automatic and 0 < state.micro_step == training.loss.num_none:
         raise TaskError(
             f"no batch of the first epoch gave a loss: {name}.training_step returned None for all {state.micro_step}. "
             "Return the loss."

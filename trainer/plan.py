@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import BatchSampler
+
 from ..callbacks.bus import overridden
 from ..callbacks.intervals import Schedule
 from ..callbacks.state import RunState
@@ -77,16 +79,22 @@ def make_plan(trainer: Trainer, task: Task, train: Any, val: Any) -> Plan:
     schedules = _schedules(run, training)
     plan.due = {name: [] for name in schedules}
     _note_unplannable(plan, training, schedules)
-    if training.num_batches is None and training.limits.max_epochs is not None:
-        plan.is_complete = False
-        plan.warnings.append(
-            "the training loader has no length, so that the plan ends with nothing known of its epochs."
-        )
+    if training.num_batches is None:
+        _plan_without_length(plan, training)
     else:
         with _rates_put_back(training):
             _walk(plan, run, training, schedules)
     _look_for_mistakes(plan, run, training)
     return plan
+
+
+def _plan_without_length(plan: Plan, training: Training) -> None:
+    """What can be said where nobody knows when an epoch ends."""
+    limit = training.limits.max_steps
+    if limit is not None and limit.unit == "steps":
+        plan.steps = int(limit.amount)
+    plan.is_complete, plan.due, plan.samples = False, {}, None
+    plan.warnings.append("the training loader has no length: when epochs end, and what falls due then, is not known.")
 
 
 def _schedules(run: Run, training: Training) -> dict[str, Schedule]:
@@ -125,14 +133,21 @@ def _walk_epoch(
         if sizes is not None:
             state.samples += sum(sizes[state.batch : state.batch + len(window.batches)])
         _advance(plan, state, training, window)
-        for name, schedule in schedules.items():
-            if schedule.is_due(state):
-                plan.due[name].append(state.step)
+        _note_due(plan, state, schedules, is_open=not window.closes)
         if training.limits.reached(state) is not None or state.micro_step >= MOST_BATCHES:
             break
     training.carried = reader.carried
     if state.batch == 0:
         refuse_empty_pass(run, training, reader)
+
+
+def _note_due(plan: Plan, state: RunState, schedules: Mapping[str, Schedule], *, is_open: bool) -> None:
+    for name, schedule in schedules.items():
+        if name == "log" and is_open:
+            continue  # a window that is left open has no step yet to record
+        is_again = name == "validation" and plan.due[name][-1:] == [state.step]
+        if schedule.is_due(state) and not is_again:
+            plan.due[name].append(state.step)
 
 
 def _finish_walk(plan: Plan, state: RunState, training: Training, schedules: Mapping[str, Schedule]) -> None:
@@ -185,14 +200,17 @@ def _note_rate(plan: Plan, training: Training, step: int) -> None:
 
 def _batch_sizes(training: Training) -> list[int] | None:
     """The samples of each batch of an epoch, None where the loader does not tell them."""
-    loader, count = training.loader.loader, training.num_batches
+    loader: Any = training.loader.loader
+    count = training.num_batches
     if isinstance(loader, (list, tuple)):
         sizes = [find_batch_size(batch) for batch in loader[:count]]
         return None if None in sizes else [size for size in sizes if size is not None]
-    size, dataset = getattr(loader, "batch_size", None), getattr(loader, "dataset", None)
-    if size is None or count is None or not hasattr(dataset, "__len__"):
+    size = getattr(loader, "batch_size", None)
+    if size is None or count is None:
         return None
-    left = len(dataset)  # type: ignore[arg-type]
+    if type(getattr(loader, "batch_sampler", None)) is not BatchSampler or not hasattr(loader.sampler, "__len__"):
+        return None
+    left = len(loader.sampler)
     return [min(size, left - index * size) for index in range(count)]
 
 
@@ -296,6 +314,8 @@ def _captured_warnings() -> Iterator[list[str]]:
 
 
 def _describe_length(plan: Plan) -> list[str]:
+    if plan.batches_per_epoch is None:
+        return [f"Run         {f'{plan.steps:,}' if plan.steps else 'an unknown number of'} steps"]
     about = "" if plan.is_complete else "at least " if plan.steps else "unknown: "
     samples = "" if plan.samples is None else f", {plan.samples:,} samples"
     lines = [f"Run         {about}{plan.steps:,} steps, {plan.batches:,} batches, {plan.epochs:g} epochs{samples}"]

@@ -101,7 +101,7 @@ class Training:
     tokens: Any = 0
     """Tokens on the device that the counter does not have yet."""
     validated_at: int = -1
-    """The micro-step of the newest validation."""
+    """The step of the newest validation: the same weights are not validated twice."""
     logged_at: int = -1
     """The micro-step of the newest step record."""
     last_values: dict[str, Any] = field(default_factory=dict)
@@ -223,7 +223,8 @@ class Run:
         metrics = to_numbers(values)
         step = self.state.step
         metrics["epoch"] = self.state.epochs_done
-        self.emit(Callback.on_log, metrics, step)
+        with refused(SkipBatch, EndEpoch):
+            self.emit(Callback.on_log, metrics, step)
         self.trackers.log(metrics, step)
         self.remember(metrics)
         return metrics

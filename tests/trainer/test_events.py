@@ -510,23 +510,20 @@ class TestEndEpoch:
         )  # fmt: skip
         assert task.value == pytest.approx(-1.5 - 1.5 - 4)
 
-    def test_in_validation_inside_an_epoch(self) -> None:
-        recorder, task = Recorder(), Scalar()
-        found = fit(
-            task, ones(4), ones(1), max_epochs=2, val_every="2 steps",
-            callbacks=[recorder, Watch(validation_end=raising(EndEpoch(), 0))],
-        )  # fmt: skip
-        assert (found.state.step, found.state.epoch, task.value) == (6, 2, -6)
+    @pytest.mark.parametrize("event", ["validation_start", "validation_batch_end", "validation_end", "log"])
+    def test_in_validation_and_its_record_it_is_an_error(self, event: str) -> None:
+        recorder = Recorder()
+        found = trainer(
+            callbacks=[recorder, Watch(**{event: raising(EndEpoch(), 0)})], val_every="2 steps", log_every=1
+        )
+        with pytest.raises(ConfigError, match=r"EndEpoch has no effect where it was raised\."):
+            found.fit(Logged(), ones(4), ones(1))
         balanced(recorder)
 
-    def test_in_validation_at_the_end_of_an_epoch(self) -> None:
-        recorder = Recorder()
-        found = fit(
-            Scalar(), ones(2), ones(1), max_epochs=2,
-            callbacks=[recorder, Watch(validation_start=raising(EndEpoch(), 0))],
-        )  # fmt: skip
-        assert (found.state.step, found.state.epoch) == (4, 2)
-        balanced(recorder)
+    @pytest.mark.parametrize("event", ["batch_start", "before_backward", "backward"])
+    def test_in_the_first_batch_of_all(self, event: str) -> None:
+        found = fit(Scalar(), ones(3), max_epochs=2, callbacks=Watch(**{event: raising(EndEpoch(), 0)}))
+        assert (found.state.step, found.state.epoch) == (3, 2)
 
     def test_from_the_task(self) -> None:
         class Short(Scalar):

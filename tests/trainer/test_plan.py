@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from loopwright.callbacks.callback import Callback
 from loopwright.callbacks.checkpoint import ModelCheckpoint
@@ -161,6 +161,49 @@ class TestWithoutTrace:
         found.fit(task := Scalar(), ones(2))
         assert (plans, task.value) == ([6, 6], -4)
         assert len(found.accelerator.preparation.optimizers) == 1
+
+
+@pytest.mark.parametrize(
+    ("sampler", "samples"),
+    [
+        (WeightedRandomSampler([1.0] * 20, 200), 200), (SubsetRandomSampler(range(5)), 5),
+        (RandomSampler(range(20), num_samples=7), 7),
+    ],
+)  # fmt: skip
+def test_samples_are_those_of_the_sampler(sampler: Any, samples: int) -> None:
+    data = DataLoader(TensorDataset(torch.ones(20, 1)), batch_size=4, sampler=sampler)
+    found = trainer(max_steps="25 samples", max_epochs=None)
+    plan = found.plan(Planned(), data)
+    found.fit(Planned(), data)
+    assert (plan.steps, plan.samples, plan.is_complete) == (found.state.step, found.state.samples, True)
+    assert trainer().plan(Planned(), data).samples == samples
+
+
+def test_a_loader_without_length() -> None:
+    def stream() -> Any:
+        yield from ones(4)
+
+    plan = trainer(max_steps=10, max_epochs=None).plan(Planned(), stream(), ones(1))
+    assert (plan.steps, plan.is_complete, plan.due, plan.samples) == (10, False, {}, None)
+    assert str(plan).startswith("Run         10 steps\n")
+    assert [text for text in plan.warnings if "length" in text] == plan.warnings
+
+
+class TestCarried:
+    """A window that is left open at an epoch's end has no step yet."""
+
+    def test_one_record_and_one_validation_a_step(self) -> None:
+        memory, watch = MemoryTracker(), Watch()
+        found = trainer(
+            max_epochs=2, accumulate=2, accumulate_across_epochs="carry", log_every="0.5 epoch",
+            val_every=["first", "0.5 epoch", "last"], callbacks=watch, trackers=memory,
+        )  # fmt: skip
+        plan = found.plan(Planned(), loader(20), ones(1))
+        found.fit(Planned(), loader(20), ones(1))
+        steps = [step for step, metrics in memory.runs[0].records if "train/loss" in metrics]
+        # Batches 0 1 | 2 3 | 4 and 0 | 1 2 | 3 4: the half and the end of the first epoch are due at steps 2 and 3.
+        assert plan.due["log"] == steps == [2, 3, 4, 5]
+        assert plan.due["validation"] == watch.validated == [1, 2, 4, 5]
 
 
 def test_everything_is_dropped() -> None:
