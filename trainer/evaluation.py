@@ -57,7 +57,7 @@ def validate(run: Run, training: Training) -> None:
     assert training.validation is not None
     with refused(SkipBatch, EndEpoch):
         evaluate(run, VALIDATION, training.validation)
-    training.validated_at = run.state.step
+    training.validated_at = (run.state.micro_step, run.state.step)
 
 
 def evaluate(run: Run, stage: Stage, data: EvaluationData) -> dict[str, float]:

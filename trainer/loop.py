@@ -241,7 +241,7 @@ def do_what_is_due(run: Run, training: Training) -> None:
     if not training.carried and training.log_schedule.is_due(state):
         training.logged_at = state.micro_step
         run.record(run.training_log.step_values())
-    if training.validation and training.val_schedule.is_due(state) and training.validated_at != state.step:
+    if training.validation and training.val_schedule.is_due(state) and not training.has_validated(state):
         validate(run, training)
     if training.limits.end_inside_epochs and (limit := training.limits.reached(state)):
         run.stop(f"{limit} reached")
@@ -250,11 +250,11 @@ def do_what_is_due(run: Run, training: Training) -> None:
 def do_what_is_due_last(run: Run, training: Training) -> None:
     """What comes due at the end of the run: a last validation where it is asked for, and the newest values."""
     state = run.state
-    if training.validation and training.val_schedule.is_due_at_end and training.validated_at != state.step:
+    if training.validation and training.val_schedule.is_due_at_end and not training.has_validated(state):
         validate(run, training)
     if training.last_values and training.logged_at != state.micro_step and training.log_schedule.is_ever_due:
         run.record(training.last_values)
-    if training.validation and training.validated_at < 0 and training.limits.reached(state):
+    if training.validation and training.validated_at is None and training.limits.reached(state):
         warnings.warn(
             f"validation never ran: val_every='{training.val_schedule.interval}' did not come due in {state.step} "
             "steps. Count in steps, such as val_every='100 steps', or add 'last'.",
@@ -324,7 +324,7 @@ def is_fresh(run: Run, rate: SchedulerConfig) -> bool:
     training = run.training
     assert training is not None
     if rate.monitor not in run.updated:
-        if training.validation is None or training.validated_at >= 0:
+        if training.validation is None or training.validated_at is not None:
             monitored_value(rate, run.trainer.metrics)
         return False  # validation was not due before the run ended
     seen, rate.seen_at = rate.seen_at, run.updated[rate.monitor]
@@ -384,10 +384,10 @@ def refuse_empty_pass(run: Run, training: Training, reader: WindowReader) -> Non
             "the training loader gave no batch. Check its dataset, its sampler, drop_last and limit_batches."
         )
     warnings.warn(
-        f"the training loader gave no batch in epoch {run.state.epoch}: it can be iterated only once. Training "
-        "ends at step "
-        f"{run.state.step}. Pass an iterable that begins anew each time.", stacklevel=2,
-    )  # fmt: skip
+        f"the training loader gave no batch in epoch {run.state.epoch}: it can be iterated only once. "
+        f"Training ends at step {run.state.step}. Pass an iterable that begins anew each time.",
+        stacklevel=2,
+    )
     run.stop("the training data is used up")
 
 

@@ -145,7 +145,7 @@ def _note_due(plan: Plan, state: RunState, schedules: Mapping[str, Schedule], *,
     for name, schedule in schedules.items():
         if name == "log" and is_open:
             continue  # a window that is left open has no step yet to record
-        is_again = name == "validation" and plan.due[name][-1:] == [state.step]
+        is_again = name == "validation" and is_open and plan.due[name][-1:] == [state.step]
         if schedule.is_due(state) and not is_again:
             plan.due[name].append(state.step)
 

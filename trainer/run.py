@@ -100,8 +100,8 @@ class Training:
     """Time spent waiting for data in the passes that are over."""
     tokens: Any = 0
     """Tokens on the device that the counter does not have yet."""
-    validated_at: int = -1
-    """The step of the newest validation: the same weights are not validated twice."""
+    validated_at: tuple[int, int] | None = None
+    """The micro-step and the step of the newest validation."""
     logged_at: int = -1
     """The micro-step of the newest step record."""
     last_values: dict[str, Any] = field(default_factory=dict)
@@ -112,6 +112,16 @@ class Training:
     def __post_init__(self) -> None:
         self.step_schedulers = [rate for rate in self.schedulers if rate.interval == "step"]
         self.epoch_schedulers = [rate for rate in self.schedulers if rate.interval == "epoch"]
+
+    def has_validated(self, state: RunState) -> bool:
+        """Whether the weights as they are now were validated: nothing was trained since, or an open window has no step.
+
+        Steps alone don't tell: a task in manual mode may train by optimizers that nobody counts.
+        """
+        if self.validated_at is None:
+            return False
+        micro_step, step = self.validated_at
+        return step == state.step and (micro_step == state.micro_step or self.carried > 0)
 
     def windows_of(self, epoch: int, loader: PreparedLoader) -> WindowReader:
         """The windows of one epoch. A window is left open only where another epoch can close it."""

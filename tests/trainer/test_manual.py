@@ -369,3 +369,19 @@ def test_it_needs_a_trainer() -> None:
         task.manual_backward(task.a * 1)
     with pytest.raises(ConfigError, match=r"trainer.manual_backward outside of fit"):
         trainer().manual_backward(task.a * 1)
+
+
+@pytest.mark.filterwarnings("ignore:no optimizer stepped in the first epoch")
+def test_optimizers_that_nobody_counts_do_not_stop_validation() -> None:
+    class Own(Two):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            with torch.no_grad():
+                self.a -= batch.mean()
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.log("a", self.a)
+
+    seen: list[float] = []
+    watch = Watch(validation_end=lambda trainer, task, metrics: seen.append(metrics["a"]))
+    fit(Own(), ones(2), ones(1), max_epochs=3, val_every=["1 epoch", "last"], callbacks=watch)
+    assert seen == [-2, -4, -6]
