@@ -35,12 +35,16 @@ if TYPE_CHECKING:
     from .view import TaskView, TrainerView
 
 
-class ControlFlow(Exception):  # noqa: N818 - these three are control flow, not errors
+class ControlFlow(Exception):  # noqa: N818 - these are control flow, not errors
     """The base of the exceptions by which a callback or a hook of the task steers the loop."""
 
 
 class SkipBatch(ControlFlow):
     """Raise it before a batch's backward to leave the batch out, or in `on_before_step` to drop the step."""
+
+
+class NonFiniteSkip(SkipBatch):
+    """`SkipBatch` for a value that is not finite, so that the other processes of the run count it as well."""
 
 
 class EndEpoch(ControlFlow):
@@ -68,6 +72,11 @@ class Callback:
     """Classes (or their names) that this callback runs before."""
     after: Sequence[type[Callback] | str] = ()
     """Classes (or their names) that this callback runs after."""
+
+    steers: bool = True
+    """Whether this callback may skip a batch or a step, end the epoch, or stop the run. With False it can't, and the
+    processes of a run need not ask each other for it at each step.
+    """
 
     @property
     def schedule(self) -> Interval | None:

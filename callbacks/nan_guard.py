@@ -11,7 +11,7 @@ import torch
 from ..checkpoint.finite import all_finite
 from ..distributed.errors import ConfigError, NonFiniteError, check_boolean, check_integer, suggest
 from ..strategies.optimizer import parameters_of
-from .callback import Callback, SkipBatch, StopRun
+from .callback import Callback, NonFiniteSkip, StopRun
 from .intervals import Interval, IntervalLike, Schedule
 from .nan_report import Buffers, Occurrence, describe
 
@@ -110,13 +110,16 @@ class NaNGuard(Callback):
 
     def on_before_step(self, trainer: TrainerView, task: TaskView, optimizer: Optimizer) -> None:
         if self._bad_window == _window(trainer):
-            raise SkipBatch
+            raise NonFiniteSkip
         if not self._watches_each:
             return
         if not all_finite(p.grad for p in parameters_of(optimizer) if p.grad is not None):
             self._act(trainer, task, "gradients are not finite")
 
     def on_step(self, trainer: TrainerView, task: TaskView, outcome: StepOutcome) -> None:
+        if trainer.nonfinite_elsewhere:
+            self.nonfinite_steps += 1  # another process found it, and all of them dropped the step
+            self._buffers.put_back()
         if not self._watches_each and self._schedule is not None and self._schedule.is_due(trainer.state):
             self._look_back(trainer, task)
 
@@ -147,7 +150,7 @@ class NaNGuard(Callback):
         is_known = self._bad_window == _window(trainer)
         self._bad_window = _window(trainer)
         if is_known:  # another micro-batch of a window that is dropped already
-            raise SkipBatch
+            raise NonFiniteSkip
         self.nonfinite_steps += 1
         occurrence = Occurrence(what, self._batch, self._batch_idx, late_step)
         self._buffers.put_back()
@@ -163,7 +166,7 @@ class NaNGuard(Callback):
         if self.nonfinite_steps > self.max_skips:
             raise NonFiniteError(f"{report} {self.max_skips} steps were skipped before; max_skips={self.max_skips}.")
         warnings.warn(f"NaNGuard skips a step: {report}", stacklevel=2)
-        raise SkipBatch
+        raise NonFiniteSkip
 
     def state_dict(self) -> dict[str, Any]:
         return {"nonfinite_steps": self.nonfinite_steps}

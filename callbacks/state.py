@@ -38,9 +38,17 @@ class RunState:
     started_at: float | None = None
     """`time.monotonic()` at the start of this leg, None when nothing runs."""
 
+    agreed_seconds: float | None = None
+    """The time on process 0 at the newest step boundary, so that several processes find the same due. None: alone."""
+
     @property
     def seconds(self) -> float:
-        """Wall-clock time of the run so far, in seconds, over all its legs."""
+        """Wall-clock time of the run so far, in seconds, over all its legs; with several processes, as agreed last."""
+        return self.own_seconds if self.agreed_seconds is None else self.agreed_seconds
+
+    @property
+    def own_seconds(self) -> float:
+        """The same by this process's clock."""
         running = 0.0 if self.started_at is None else time.monotonic() - self.started_at
         return self.seconds_before + running
 
@@ -69,7 +77,7 @@ class RunState:
     def pause(self) -> None:
         """The run's time stops counting."""
         if self.started_at is not None:
-            self.seconds_before, self.started_at = self.seconds, None
+            self.seconds_before, self.started_at = self.own_seconds, None
 
 
 COUNTERS = ("epoch", "batch", "micro_step", "step", "skipped_steps", "samples", "tokens")

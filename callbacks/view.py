@@ -98,6 +98,11 @@ class TrainerView(Protocol):
     def is_fast_dev_run(self) -> bool: ...
 
     @property
+    def nonfinite_elsewhere(self) -> bool:
+        """Whether another process dropped the newest step for a value that is not finite."""
+        ...
+
+    @property
     def num_evaluation_batches(self) -> int | None:
         """Batches of the evaluation that runs, None where none does or a loader has no length."""
         ...

@@ -4,11 +4,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
 COMPILED = "_orig_mod"
 """The attribute in which the wrapper of `torch.compile` holds its module."""
+
+
+class MethodForward(nn.Module):
+    """A wrapper whose forward calls another method of its module, for what watches over forward passes alone.
+
+    Args:
+        module: whose method it is.
+        method: its name.
+    """
+
+    def __init__(self, module: nn.Module, method: str) -> None:
+        super().__init__()
+        self.module = module
+        self.method = method
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.module, self.method)(*args, **kwargs)
 
 
 def plain_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -34,7 +52,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def wrapped_attribute(module: object) -> str | None:
     """The attribute in which a wrapper holds its module, None if this is no wrapper."""
-    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel, MethodForward)):
         return "module"
     # Imported only once something was compiled, and it takes a second.
     compiler = sys.modules.get("torch._dynamo.eval_frame")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 from ..distributed.errors import ConfigError, DataError, suggest
-from .loader import loader_length
 from .samplers import epoch_listeners
+from .sizes import loader_length
 
 Mode: TypeAlias = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 
@@ -46,6 +47,12 @@ class CombinedLoader:
         if len(known) < len(lengths):
             raise TypeError("a loader of this CombinedLoader has no length")
         return sum(known) if self.mode == "sequential" else max(known)
+
+    def with_loaders(self, loaders: Sequence[Iterable[Any]]) -> CombinedLoader:
+        """The same with other loaders in the place of these, in order."""
+        clone = copy.copy(self)
+        clone.loaders = list(loaders)
+        return clone
 
     def set_epoch(self, epoch: int) -> None:
         """Tell each loader, its samplers at any depth and its dataset, where they listen, which epoch begins."""

@@ -5,14 +5,37 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from ..distributed.errors import ConfigError
+from ..distributed.exchange import broadcast_encoded
 from ..distributed.nested import send_to_device
+from .counting import Counted
+from .epochs import WorkerSeeds, own_dataset
 from .samplers import epoch_listeners
+from .shards import BatchSamplerShard, sample_count
+from .sizes import loader_length as loader_length
+from .stateful import LoaderState, is_stateful
+from .transfer import SideStream, has_streams
 
 _END = object()
+_MOST_COUNTS = 4096
+"""More batches than are ever looked ahead; a reader that does not ask for their counts leaves them behind."""
+
+
+class Dealer(Protocol):
+    """What gives a process its share of a pass: a shard of samplers or datasets, a dealt or dispatched loader."""
+
+    real_samples: int
+    """Samples in the last round over all processes, without those that complete it; 0 where it was full; -1 if
+    unknown.
+    """
+
+    @property
+    def is_even(self) -> bool:
+        """Whether each process is known to get as many batches as the others."""
 
 
 class PreparedLoader:
@@ -30,6 +53,8 @@ class PreparedLoader:
             length has to be known when it begins.
         skip_batches: batches at the start of each pass that are fetched and left out; `skip_first_batches` skips
             without fetching where it can.
+        num_processes: how many processes share the loader.
+        dealer: what gives this process its share; None: the loader was not shared.
     """
 
     _is_accelerate_prepared = True
@@ -43,26 +68,44 @@ class PreparedLoader:
         non_blocking: bool = False,
         lookahead: int = 1,
         skip_batches: int = 0,
+        num_processes: int = 1,
+        dealer: Dealer | None = None,
     ) -> None:
         self.loader = loader
         self.device = device
         self.non_blocking = non_blocking
         self.lookahead = lookahead
         self.skip_batches = skip_batches
+        self.num_processes = num_processes
+        self.dealer = dealer
         self.iteration = 0
         """Passes that were begun and finished; also the epoch that samplers are told."""
         self.end_of_dataloader = False
         """Whether the batch that was given out last is the last one of the pass."""
         self.remainder = -1
-        """Samples in the pass's short last batch over all processes, 0 where it is full; -1 outside a pass or if
-        unknown.
+        """Samples in the pass's short last round over all processes, those that complete it not counted; 0 where it is
+        full; -1 outside a pass or if unknown. Where a batch sampler does not tell it before, it is known with the last
+        batch.
         """
+        self.real_samples: int | None = None
+        """Samples of the batch that was given last over all processes, if some were added to it; None: all are real.
+        Samples are added to the last round, and, where a shard of an iterable dataset has several workers, to that of
+        each worker.
+        """
+        self.shared_generators: list[torch.Generator] = []
+        """Generators of samplers, whose state all processes take from the main process at the start of a pass."""
+        self.worker_seeds: WorkerSeeds | None = None
+        """Where the seeds of worker processes come from; None: from the loader's generator."""
+        self.counts_samples = False
+        """Whether the loader's batches are `Counted`."""
         self.active: list[PreparedLoader] = [] if active is None else active
         """The owner's stack of loaders that are being iterated, the innermost last."""
         self.origin: PreparedLoader | None = None
         """The loader whose pass this one finishes, which then goes on with the next; None: it has its own passes."""
         self.batches_known = 1
         """Batches that are known to be left, with the one that was given out last: up to `lookahead + 1` of them."""
+        self._position: Any = None
+        self._counts: deque[int] = deque(maxlen=_MOST_COUNTS)
 
     def attached_to(self, active: list[PreparedLoader]) -> PreparedLoader:
         """A loader like this one with another owner's stack of active loaders."""
@@ -81,8 +124,8 @@ class PreparedLoader:
 
     @property
     def dataset(self) -> Any:
-        """The wrapped loader's dataset. Raises AttributeError where it has none."""
-        return self.loader.dataset  # type: ignore[attr-defined]
+        """The wrapped loader's dataset, as the user gave it. Raises AttributeError where it has none."""
+        return own_dataset(self.loader.dataset)  # type: ignore[attr-defined]
 
     @property
     def batch_size(self) -> int | None:
@@ -92,12 +135,42 @@ class PreparedLoader:
     @property
     def total_batch_size(self) -> int | None:
         """Samples per batch over all processes, None where there is no fixed size."""
-        return self.batch_size
+        if self.batch_size is None:
+            return None
+        return self.batch_size if self.splits_batches else self.batch_size * self.num_processes
+
+    @property
+    def splits_batches(self) -> bool:
+        """Whether the wrapped loader's batch size is that of all processes together."""
+        return bool(getattr(self.dealer, "split_batches", False))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether each process is known to get as many batches as the others."""
+        return self.dealer is None or self.dealer.is_even
+
+    @property
+    def even_batches(self) -> bool | None:
+        """Whether the last round is completed, so that each process gets as many batches; None where that is fixed."""
+        return getattr(self.dealer, "even_batches", None) if self._can_be_uneven else None
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        if not self._can_be_uneven:
+            raise ConfigError(
+                f"even_batches={value!r}: this loader's rounds are not completed by choice. It can be set for loaders "
+                "that each process reads itself (dispatch_batches=False), with several processes."
+            )
+        self.dealer.even_batches = value  # type: ignore[union-attr]
+
+    @property
+    def _can_be_uneven(self) -> bool:
+        return "even_batches" in vars(self.dealer) if self.dealer is not None else False
 
     @property
     def total_dataset_length(self) -> int | None:
         """Samples in the dataset, None where it has no length."""
-        dataset = self._option("dataset")
+        dataset = own_dataset(self._option("dataset"))
         return None if dataset is None else loader_length(dataset)
 
     @property
@@ -136,43 +209,88 @@ class PreparedLoader:
         return self._option("generator")  # type: ignore[no-any-return]
 
     def _option(self, name: str) -> Any:
-        return getattr(self.loader, name, None)
+        found = getattr(self.loader, name, None)
+        inner = getattr(self.loader, "loader", None)  # of a dealt or dispatched loader
+        return found if found is not None or inner is None else getattr(inner, name, None)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, its samplers at any depth and its dataset, where they listen, which epoch begins."""
         self.iteration = epoch
         for listener in epoch_listeners(self.loader):
             listener.set_epoch(epoch)
+        if self.worker_seeds is not None:
+            self.worker_seeds.set_epoch(epoch)
 
     def move(self, batch: Any) -> Any:
         """The batch on the device."""
         if self.device is None or self.device.type == "cpu":
             return batch
-        return send_to_device(batch, self.device, self.non_blocking)
+        return send_to_device(batch, self.device, self.non_blocking or self.pin_memory)
 
     def raw_iterator(self) -> Iterator[Any]:
-        """One pass over the batches, not moved, `skip_batches` left out. The base of every way to iterate."""
+        """One pass over the batches, not moved, `skip_batches` left out. The base of every way to iterate.
+
+        Collective where the loader is dispatched, or shuffles by a generator that processes share.
+        """
+        self._share_generators()
+        if self.worker_seeds is not None:
+            self.worker_seeds.keep_pace()
+        if self.skip_batches and (skips := getattr(self.loader, "iterate_from", None)) is not None:
+            return skips(self.skip_batches)  # type: ignore[no-any-return]
         iterator = iter(self.loader)
+        if self.counts_samples:
+            iterator = self._without_counts(iterator)
         for _ in range(self.skip_batches):
             if next(iterator, _END) is _END:
                 break
+        self._counts.clear()
         return iterator
+
+    def state_dict(self) -> LoaderState:
+        """The position after the batch that was given out last; what was only fetched counts as not given. Local.
+
+        Raises:
+            ConfigError: the wrapped loader can't say where it is.
+        """
+        self._check_stateful()
+        is_over = self.end_of_dataloader and self._position is not None
+        position = self.loader.state_dict() if self._position is None else self._position  # type: ignore[attr-defined]
+        return {"version": 1, "iteration": self.iteration + is_over, "loader": position}
+
+    def load_state_dict(self, state: LoaderState) -> None:
+        """Go on behind that position in the next pass over this loader. Local.
+
+        Raises:
+            ConfigError: the wrapped loader can't go on anywhere, or the state is of another kind.
+        """
+        self._check_stateful()
+        if not isinstance(state, dict) or state.get("version") != 1:
+            raise ConfigError(f"a loader's state is {state!r:.80}. Expected what PreparedLoader.state_dict() gave.")
+        self.set_epoch(state["iteration"])
+        self._position = None
+        self.end_of_dataloader = False
+        self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[Any]:
         self.set_epoch(self.iteration)
         self.active.append(self)
         self.end_of_dataloader = False
         self.remainder = self._planned_remainder()
+        self.real_samples = None
         try:
             yield from self._with_end_known()
         finally:
             # By identity: an equal loader may be active further out. A loop that was left early ends here as well.
             self.active[:] = [other for other in self.active if other is not self]
             self.remainder = -1
+            self.real_samples = None
 
     def _with_end_known(self) -> Iterator[Any]:
         iterator = self.raw_iterator()
         ahead: deque[Any] = deque()
+        side = self._side_stream()
+        moves = self.device is not None and self.device.type != "cpu"
+        notes = _Positions(self) if self.counts_samples or is_stateful(self.loader) else None
         has_ended = False
         given = 0
         while True:
@@ -182,28 +300,100 @@ class PreparedLoader:
                     has_ended = True
                 else:
                     ahead.append(batch)
+                if notes is not None:
+                    notes.fetched(has_ended)
             if not ahead:
                 break
             batch = ahead.popleft()
             given += 1
             self.batches_known = 1 + len(ahead)
-            self.end_of_dataloader = not ahead
-            yield self.move(batch)
+            if notes is not None:
+                notes.given()
+            if not ahead:
+                self._end()
+            if side is not None:
+                batch = side.next(batch, ahead)
+            elif moves:
+                batch = self.move(batch)
+            yield batch
         if given or self.origin is not None:
             self.iteration += 1
+        self._position = None
         if self.origin is not None:
             self.origin.iteration = max(self.origin.iteration, self.iteration)
 
+    def _end(self) -> None:
+        """The batch that is given out now is the last one."""
+        self.end_of_dataloader = True
+        if self.dealer is not None and not self.drop_last:
+            self.remainder = self.dealer.real_samples if not self.counts_samples else self.real_samples or 0
+            if self.remainder > 0:
+                self.real_samples = self.remainder
+
+    def _side_stream(self) -> SideStream | None:
+        """What moves batches in the background, where the device can and their memory is pinned or may be."""
+        device = self.device
+        if device is None or not (self.non_blocking or self.pin_memory) or not has_streams(device):
+            return None
+        return SideStream(device)
+
+    def _without_counts(self, iterator: Iterator[Counted]) -> Iterator[Any]:
+        for counted in iterator:
+            self._counts.append(counted.real_samples)
+            yield counted.batch
+
+    def _share_generators(self) -> None:
+        for generator in self.shared_generators:
+            state = generator.get_state().numpy().tobytes()
+            told = broadcast_encoded(lambda own=state: own, 0, "sharing a sampler's random state")  # type: ignore[misc]
+            generator.set_state(torch.frombuffer(bytearray(told), dtype=torch.uint8))
+
+    def _check_stateful(self) -> None:
+        if not is_stateful(self.loader):
+            raise ConfigError(
+                f"a {type(self.loader).__name__} can't say where it is. Use "
+                "DataLoaderConfiguration(use_stateful_dataloader=True), or a loader with state_dict and "
+                "load_state_dict; or count batches yourself and use skip_first_batches."
+            )
+
     def _planned_remainder(self) -> int:
-        samples, size = loader_length(self.sampler), self.total_batch_size
-        if samples is None:
-            samples = self.total_dataset_length
-        return -1 if samples is None or size is None or self.drop_last else samples % size
+        """The remainder as far as it is known before the pass."""
+        size = self.total_batch_size
+        if self.drop_last or size is None:
+            return -1
+        if self.dealer is not None:
+            samples = sample_count(self.dealer.batch_sampler) if isinstance(self.dealer, BatchSamplerShard) else None
+        else:
+            samples = loader_length(self.sampler)
+            samples = self.total_dataset_length if samples is None else samples
+        return -1 if samples is None else samples % size
 
 
-def loader_length(loader: Any) -> int | None:
-    """Batches in one pass, None where the loader has no length."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):  # what `len` raises where there is none
-        return None
+class _Positions:
+    """What is noted of each batch while others are fetched behind it: the loader's position, its real samples.
+
+    Args:
+        loader: whose pass it is.
+    """
+
+    def __init__(self, loader: PreparedLoader) -> None:
+        self._loader = loader
+        self._states: deque[Any] | None = deque() if is_stateful(loader.loader) else None
+
+    def fetched(self, has_ended: bool) -> None:
+        """A batch was fetched, or the end was."""
+        if self._states is None:
+            return
+        state = self._loader.loader.state_dict()  # type: ignore[attr-defined]
+        if not has_ended:
+            self._states.append(state)
+        elif self._states:
+            self._states[-1] = state  # behind the last batch the pass is over
+
+    def given(self) -> None:
+        """The first one that was fetched is given out."""
+        loader = self._loader
+        if self._states is not None:
+            loader._position = self._states.popleft()
+        if loader.counts_samples:
+            loader.real_samples = loader._counts.popleft() or None

@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
+from .epochs import TELLERS
+
+_TORCHDATA_SAMPLERS = "torchdata.stateful_dataloader.sampler"
+
 
 class SeedableRandomSampler(RandomSampler):
     """Shuffles by (seed, epoch) alone: the same epoch has the same order, whatever was drawn before.
@@ -33,10 +37,10 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        generator = self.generator
-        assert generator is not None
-        generator.manual_seed((self.seed + self.epoch) % 2**64)
-        yield from super().__iter__()
+        # A copy, so that passes at the same time draw alike; torch's own iterator, so that an index costs no more.
+        this_pass = copy.copy(self)
+        this_pass.generator = torch.Generator().manual_seed((self.seed + self.epoch) % 2**64)
+        return RandomSampler.__iter__(this_pass)
 
 
 class SkippingSampler:
@@ -50,6 +54,8 @@ class SkippingSampler:
     def __init__(self, sampler: Any, num_skipped: int) -> None:
         self.sampler = sampler
         self.num_skipped = num_skipped
+        self.batch_size: int | None = getattr(sampler, "batch_size", None)
+        self.drop_last = bool(getattr(sampler, "drop_last", False))
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.sampler), self.num_skipped, None)
@@ -58,11 +64,11 @@ class SkippingSampler:
         return max(len(self.sampler) - self.num_skipped, 0)
 
 
-def with_samplers(loader: DataLoader[Any], **samplers: Any) -> DataLoader[Any]:
-    """A copy of a loader with another `sampler` or `batch_sampler`; the loader itself is not changed."""
+def with_samplers(loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:
+    """A copy of a loader with another `sampler`, `batch_sampler`, `dataset` and so on; the loader is not changed."""
     clone = copy.copy(loader)
-    for name, sampler in samplers.items():
-        object.__setattr__(clone, name, sampler)  # DataLoader guards these against changes of a loader in use
+    for name, option in options.items():
+        object.__setattr__(clone, name, option)  # DataLoader guards these against changes of a loader in use
     object.__setattr__(clone, "_iterator", None)  # persistent workers belong to the loader that started them
     return clone
 
@@ -74,22 +80,39 @@ def with_seedable_sampler(loader: Any, data_seed: int | None = None) -> Any:
         loader: any iterable of batches.
         data_seed: the seed; by default that of the sampler's own generator, else torch's initial seed.
     """
-    if not isinstance(loader, DataLoader) or type(loader.sampler) is not RandomSampler:
+    if not shuffles(loader):
         return loader
     seedable = _seedable(loader.sampler, data_seed)
     if loader.batch_sampler is None:
         return with_samplers(loader, sampler=seedable)
-    if type(loader.batch_sampler) is not BatchSampler or loader.batch_sampler.sampler is not loader.sampler:
-        return loader  # someone else's way to make batches
-    batch_sampler = copy.copy(loader.batch_sampler)
-    batch_sampler.sampler = seedable
-    return with_samplers(loader, sampler=seedable, batch_sampler=batch_sampler)
+    batches = loader.batch_sampler
+    return with_samplers(
+        loader, sampler=seedable, batch_sampler=BatchSampler(seedable, batches.batch_size, batches.drop_last)
+    )
+
+
+def shuffles(loader: Any) -> bool:
+    """Whether a loader shuffles by a `RandomSampler`, torch's or that of torchdata, in no other way of its own."""
+    if not isinstance(loader, DataLoader) or not _is_plain(loader.sampler, "RandomSampler"):
+        return False
+    batches: Any = loader.batch_sampler
+    return batches is None or (_is_plain(batches, "BatchSampler") and batches.sampler is loader.sampler)
+
+
+def _is_plain(sampler: Any, name: str) -> bool:
+    """Whether it is of this class and none of its subclasses. torchdata's has the attributes of torch's."""
+    kind = type(sampler)
+    return kind.__name__ == name and kind.__module__ in (RandomSampler.__module__, _TORCHDATA_SAMPLERS)
+
+
+def seed_of(sampler: Any) -> int:
+    """The seed of the sampler's own generator, else torch's initial seed."""
+    generator = getattr(sampler, "generator", None)
+    return torch.initial_seed() if generator is None else generator.initial_seed()
 
 
 def _seedable(sampler: RandomSampler, data_seed: int | None) -> SeedableRandomSampler:
-    if data_seed is None:
-        generator = sampler.generator
-        data_seed = torch.initial_seed() if generator is None else generator.initial_seed()
+    data_seed = seed_of(sampler) if data_seed is None else data_seed
     return SeedableRandomSampler(
         sampler.data_source, data_seed, replacement=sampler.replacement, num_samples=sampler._num_samples
     )
@@ -104,5 +127,6 @@ def epoch_listeners(loader: Iterable[Any]) -> list[Any]:
         if part is None or any(part is other for other in found):
             continue
         found.append(part)
-        waiting += [getattr(part, name, None) for name in ("batch_sampler", "sampler", "dataset")]
+        if not isinstance(part, TELLERS):
+            waiting += [getattr(part, name, None) for name in ("batch_sampler", "sampler", "dataset", "loader")]
     return [part for part in found if callable(getattr(part, "set_epoch", None))]

@@ -1,4 +1,4 @@
-"""How many samples a batch holds."""
+"""How many samples a batch holds, and how many batches a loader."""
 
 from __future__ import annotations
 
@@ -57,3 +57,11 @@ def _length(leaf: Any) -> int | None:
         return None if isinstance(leaf, (str, bytes)) else len(leaf)  # texts
     shape = getattr(leaf, "shape", None)
     return int(shape[0]) if shape is not None and len(shape) else None
+
+
+def loader_length(loader: Any) -> int | None:
+    """Batches in one pass, None where the loader has no length."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # what `len` raises where there is none
+        return None

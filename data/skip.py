@@ -8,8 +8,9 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..distributed.errors import DataError, check_integer
-from .loader import PreparedLoader, loader_length
+from .loader import PreparedLoader
 from .samplers import SkippingSampler, with_samplers
+from .sizes import loader_length
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:

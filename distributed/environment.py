@@ -16,6 +16,9 @@ PREFIXES = ("LOOPWRIGHT_", "ACCELERATE_")
 """What stands before the names of `VARIABLES`; the first that is set wins."""
 
 VARIABLES = {
+    "CPU_AFFINITY": "whether each process is bound to cores of its own, or to those near its device",
+    "DEBUG_MODE": "whether every collective first compares the shapes of all processes",
+    "BYPASS_DEVICE_MAP": "whether models whose parts are on several devices are trained as they are",
     "GRADIENT_ACCUMULATION_STEPS": "micro-batches per optimizer step of an `Accelerator`",
     "LOG_LEVEL": "level of the loggers that `get_logger` gives, such as INFO",
     "MIXED_PRECISION": "no, bf16 or fp16: the number format of an `Accelerator`",
@@ -23,8 +26,23 @@ VARIABLES = {
     "USE_CPU": "whether an `Accelerator` stays on the CPU although there is an accelerator device",
 }
 LAUNCHER_VARIABLES = {
+    "GROUP_RANK": "the index of this machine (torchrun)",
     "LOCAL_RANK": "this process's index on its machine",
+    "LOCAL_WORLD_SIZE": "the number of processes on this machine",
+    "MASTER_PORT": "the port where processes meet",
+    "MPI_LOCALNRANKS": "the number of processes on this machine (MPICH, Intel MPI)",
+    "MPI_LOCALRANKID": "this process's index on its machine (MPICH, Intel MPI)",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "this process's index on its machine (OpenMPI)",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "the number of processes on this machine (OpenMPI)",
+    "OMPI_COMM_WORLD_RANK": "this process's index (OpenMPI)",
+    "OMPI_COMM_WORLD_SIZE": "the number of processes (OpenMPI)",
+    "PMI_RANK": "this process's index (MPICH, Intel MPI)",
+    "PMI_SIZE": "the number of processes (MPICH, Intel MPI)",
     "RANK": "this process's index",
+    "SLURM_LOCALID": "this process's index on its machine (srun)",
+    "SLURM_NODEID": "the index of this machine (srun)",
+    "SLURM_PROCID": "this process's index (srun)",
+    "SLURM_STEP_NUM_TASKS": "the number of processes (srun)",
     "WORLD_SIZE": "the number of processes",
 }
 """Set by launchers, read without a prefix."""

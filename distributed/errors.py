@@ -10,6 +10,11 @@ LoopwrightError
 ├── NonFiniteError (ArithmeticError)  a NaN or an infinity where training can't go on
 ├── CheckpointError (RuntimeError)    something on disk is missing, damaged, or doesn't fit
 ├── TrackerError (RuntimeError)       an experiment tracker was used in a way it can't serve
+├── DistributedError (RuntimeError)   something between the processes of a run
+│   ├── ShapeMismatchError            processes bring data of different shapes to one operation
+│   ├── PeerFailedError               another process failed first
+│   ├── CollectiveTimeoutError (TimeoutError)  another process did not arrive in time
+│   └── LaunchError                   processes can't be started, or one that was started failed
 └── MissingDependencyError (ImportError)  an optional package that was asked for is not installed
 ```
 
@@ -58,6 +63,26 @@ class CheckpointError(LoopwrightError, RuntimeError):
 
 class TrackerError(LoopwrightError, RuntimeError):
     """An experiment tracker was used in a way that it can't serve."""
+
+
+class DistributedError(LoopwrightError, RuntimeError):
+    """Something between the processes of a run went wrong."""
+
+
+class ShapeMismatchError(DistributedError):
+    """Processes bring data of different structure, shape or type to one operation."""
+
+
+class PeerFailedError(DistributedError):
+    """Another process of the run failed first, so that this one can't go on."""
+
+
+class CollectiveTimeoutError(DistributedError, TimeoutError):
+    """Another process did not arrive at a common operation in time."""
+
+
+class LaunchError(DistributedError):
+    """Processes can't be started, or one that was started failed."""
 
 
 class MissingDependencyError(LoopwrightError, ImportError):

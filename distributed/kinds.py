@@ -23,3 +23,11 @@ class DistributedType(enum.StrEnum):
     FSDP = "FSDP"
     XLA = "XLA"
     MEGATRON_LM = "MEGATRON_LM"
+
+
+def kind_of(device_type: str, num_processes: int) -> DistributedType:
+    """How processes on devices of this type work together, where nothing is sharded. Local."""
+    if num_processes == 1:
+        return DistributedType.NO
+    word = {"cuda": "GPU"}.get(device_type, device_type.upper())
+    return DistributedType(f"MULTI_{word}") if f"MULTI_{word}" in DistributedType.__members__ else DistributedType.XLA

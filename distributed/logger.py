@@ -6,30 +6,48 @@ import logging
 from collections.abc import MutableMapping
 from typing import Any
 
-from .environment import launched_as, read_text
+from . import group
+from .environment import read_text
+from .launched import find_place
+from .operations import wait_for_everyone
 
 
 class ProcessLogger(logging.LoggerAdapter[logging.Logger]):
     """A logger whose messages come from the main process, unless a call says otherwise.
 
-    Every method takes two arguments more than those of `logging`: `main_process_only` (by default True; False lets each
-    process write, with its index before the text), and `in_order` (False; True lets them write one after another, so
-    that all of them have to make the call).
+    Every method takes two arguments more than those of `logging`:
+
+    - `main_process_only`: True lets the main process alone write, False each process, with its index before the text.
+      By default True, unless `in_order` is.
+    - `in_order`: True lets the processes write one after another. Collective: all of them have to make the call.
     """
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Write a message; as `logging.Logger.log`."""
-        main_process_only = kwargs.pop("main_process_only", True)
-        kwargs.pop("in_order", False)
-        if not self.isEnabledFor(level):
-            return
-        index, count = launched_as("RANK", 0), launched_as("WORLD_SIZE", 1)
-        if main_process_only and index != 0:
-            return
-        if not main_process_only and count > 1:
-            msg = f"[RANK {index}] {msg}"
+        in_order = kwargs.pop("in_order", False)
+        main_process_only = kwargs.pop("main_process_only", not in_order)
         kwargs.setdefault("stacklevel", 2)  # the caller's line, not this one's
-        super().log(level, msg, *args, **kwargs)
+        kwargs["stacklevel"] += 1
+        if not in_order and not self.isEnabledFor(level):
+            return
+        place = None if group.is_connected() else find_place()
+        index, count = (place.process_index, place.num_processes) if place else (group.rank(), group.world_size())
+        if main_process_only:
+            if index == 0:
+                self._write(level, msg, args, kwargs)
+            return
+        if count > 1:
+            msg = f"[RANK {index}] {msg}"
+        # All take part in the waiting, also where the level is another one.
+        for turn in range(count) if in_order else [index]:
+            if turn == index:
+                self._write(level, msg, args, kwargs)
+            if in_order:
+                wait_for_everyone()
+
+    def _write(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.isEnabledFor(level):
+            super().log(level, msg, *args, **kwargs)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Add what the adapter was made with to the record."""

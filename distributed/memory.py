@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .attempts import Attempts
 from .errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,9 @@ def find_executable_batch_size(
     """Decorate a function so that it is called again with a smaller batch size when memory runs out.
 
     Each call begins anew at `starting_batch_size`. The size that was found is logged when it is a smaller one.
+    Collective: all processes call it, and try the next size together when memory runs out on any of them, so that the
+    size is the same on all. While one has run out, others may wait for it inside a collective of the function; they do
+    so until the group's timeout.
 
     Args:
         function: called as `function(batch_size, *args, **kwargs)`; callers leave `batch_size` out. It has to build
@@ -81,6 +85,7 @@ def find_executable_batch_size(
     Raises:
         ConfigError: `factor` is not between 0 and 1.
         RuntimeError: when called: even a size of 1 does not fit. Any other error passes through.
+        PeerFailedError: when called: the function raised another error on another process.
         TypeError: when called: a batch size was passed as well.
     """
     if not 0 < factor < 1:
@@ -102,8 +107,9 @@ def find_executable_batch_size(
         _check_arguments(decorated, args, kwargs)
         clear_device_cache(garbage_collection=True)
         size, failed = starting_batch_size, list[int]()
+        attempts = Attempts("find_executable_batch_size")
         while size > 0:
-            fits, result = _try(decorated, size, args, kwargs)
+            fits, result = _try(decorated, size, args, kwargs, attempts)
             if fits:
                 _tell(decorated, size, failed)
                 return result
@@ -119,14 +125,27 @@ def find_executable_batch_size(
     return search
 
 
-def _try(function: Callable[..., Any], size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-    """Whether a size fits, and the result. The caught error is gone on return, and with it what its frames held."""
+def _try(
+    function: Callable[..., Any], size: int, args: tuple[Any, ...], kwargs: dict[str, Any], attempts: Attempts
+) -> tuple[bool, Any]:
+    """Whether a size fits everywhere, and the result here. Collective.
+
+    A caught error and a result that nobody gets are gone on return, and with them what they held.
+    """
     try:
-        return True, function(size, *args, **kwargs)
-    except RuntimeError as error:
+        fits, result = True, function(size, *args, **kwargs)
+    except BaseException as error:
         if not should_reduce_batch_size(error):
+            attempts.fail(error)
             raise
-    clear_device_cache(garbage_collection=True)
+        fits, result = False, None
+    if not fits:  # before the wait: the device may be shared with processes that still try
+        clear_device_cache(garbage_collection=True)
+    if attempts.all_fit(fits):
+        return True, result
+    if fits:
+        del result
+        clear_device_cache(garbage_collection=True)
     return False, None
 
 

@@ -1,11 +1,10 @@
-"""Nested data: tuples, named tuples, lists and mappings of tensors, walked and rebuilt. Everything here is local."""
+"""Nested data: tuples, named tuples, lists, mappings and dataclasses of tensors, walked and rebuilt. All is local."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, ParamSpec
 
@@ -115,6 +114,46 @@ def send_to_device(data: Any, device: torch.device | str, non_blocking: bool = F
     return moved(data)
 
 
+def map_leaves(data: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
+    """Nested data rebuilt, dataclasses included, with each leaf changed.
+
+    Args:
+        data: leaves in tuples, named tuples, lists, mappings and dataclasses.
+        change: called with how the leaf is reached, `name['x'][0]`, and the leaf.
+        name: what stands before.
+    Returns:
+        The same nesting, of the same types. The input is not changed.
+    """
+    if isinstance(data, (tuple, list)):
+        return honor_type(data, [map_leaves(item, change, f"{name}[{index}]") for index, item in enumerate(data)])
+    if isinstance(data, Mapping):
+        return honor_mapping(data, {key: map_leaves(v, change, f"{name}[{key!r}]") for key, v in data.items()})
+    if _is_dataclass(data):
+        fields = [field.name for field in dataclasses.fields(data) if field.init]
+        return dataclasses.replace(
+            data, **{field: map_leaves(getattr(data, field), change, f"{name}.{field}") for field in fields}
+        )
+    return change(name, data)
+
+
+def flatten(data: Any) -> tuple[list[tuple[str, Any]], Callable[[Sequence[Any]], Any]]:
+    """The leaves of nested data with how each is reached, and a function that puts others in their places.
+
+    The leaves come in the order of their positions, whatever the order of the keys, so that those of several processes
+    belong together.
+    """
+    found: list[tuple[str, Any]] = []
+    map_leaves(data, lambda name, leaf: found.append((name, leaf)))
+    order = sorted(range(len(found)), key=lambda index: found[index][0])
+
+    def rebuild(leaves: Sequence[Any]) -> Any:
+        by_place = dict(zip(order, leaves, strict=True))
+        places = iter(range(len(order)))
+        return map_leaves(data, lambda name, leaf: by_place[next(places)])
+
+    return [found[index] for index in order], rebuild
+
+
 def named_leaves(data: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Each leaf of nested data, with how it is reached: `name['x'][0]`.
 
@@ -156,6 +195,10 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         return honor_type(first, (concatenate([item[i] for item in data], dim) for i in range(len(first))))
     if isinstance(first, Mapping):
         return honor_mapping(first, {key: concatenate([item[key] for item in data], dim) for key in first})
+    if _is_dataclass(first):
+        names = [field.name for field in dataclasses.fields(first) if field.init]
+        joined = {name: concatenate([getattr(item, name) for item in data], dim) for name in names}
+        return dataclasses.replace(first, **joined)
     if not isinstance(first, Tensor):
         raise TypeError(
             f"concatenate got a {type(first).__name__}. Expected tensors, nested in the same way in each item."
@@ -169,7 +212,23 @@ def slice_tensors(data: Any, tensor_slice: slice) -> Any:
     Raises:
         TypeError: a leaf is no tensor.
     """
-    return recursively_apply(operator.getitem, data, tensor_slice, error_on_other_type=True, operation="slice_tensors")
+
+    def cut(name: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf[tensor_slice]
+        raise TypeError(refusal("slice_tensors", name, leaf))
+
+    return map_leaves(data, cut)
+
+
+def refusal(operation: str, name: str, leaf: Any) -> str:
+    """The message for a leaf that an operation on tensors can't take: what it is, where, and what is accepted."""
+    place = f" at {name}" if name else ""
+    kind = "sparse tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
+    return (
+        f"{operation} got a {kind} ({leaf!r:.80}){place}. Expected tensors, or tuples, lists, mappings and dataclasses "
+        "of tensors."
+    )
 
 
 def listify(data: Any) -> Any:

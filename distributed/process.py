@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from . import operations
+from . import group, operations
 from .devices import choose_device
-from .environment import launched_as
 from .errors import ConfigError
-from .kinds import DistributedType
+from .exchange import exchange
+from .kinds import DistributedType, kind_of
+from .launched import Place, find_place
 from .splitting import share_of
 
 P = ParamSpec("P")
@@ -37,7 +39,7 @@ class ProcessMethods:
     @property
     def distributed_type(self) -> DistributedType:
         """How the processes work together."""
-        return DistributedType.NO
+        return kind_of(self.device.type, self.num_processes)
 
     @property
     def is_main_process(self) -> bool:
@@ -66,23 +68,26 @@ class ProcessMethods:
 
     def wait_for_everyone(self) -> None:
         """Return when every process has arrived here. Collective."""
+        operations.wait_for_everyone()
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """Let the main process run the body before the others do. Collective."""
-        yield
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Let the main process run the body before the others do. Collective.
 
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
-        """Let each machine's main process run the body before its others do. Collective."""
-        yield
+        The others run it as well when it fails on the main process, so that each process gets its own error.
+        """
+        return self._first_where(self.is_main_process)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Let each machine's main process run the body before its others do. Collective. See `main_process_first`."""
+        return self._first_where(self.is_local_main_process)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This process's share of the inputs, in a context. In one process: the inputs themselves.
 
         Args:
-            inputs: a list, a tuple, a tensor, or a mapping of these, all equally long. They are not changed.
+            inputs: a list, a tuple, a tensor (in its first dimension), a mapping of these, all equally long, or a
+                `datasets.Dataset`. They are not changed. Anything else is the same on each process.
             apply_padding: make all shares equally long, by the last item.
         Raises:
             DataError: the values of a mapping differ in length.
@@ -165,7 +170,7 @@ class ProcessMethods:
     def check_trigger(self) -> bool:
         """Whether any process has pulled its trigger since the last check, on every process. Collective."""
         was_triggered, self._is_triggered = self._is_triggered, False
-        return was_triggered
+        return any(exchange(was_triggered, "check_trigger"))
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
@@ -178,6 +183,16 @@ class ProcessMethods:
         if not self.use_distributed:
             warnings.warn("join_uneven_inputs has no effect in one process.", stacklevel=3)
         yield
+
+    @contextmanager
+    def _first_where(self, is_first: bool) -> Iterator[None]:
+        if not is_first:
+            self.wait_for_everyone()
+        try:
+            yield
+        finally:
+            if is_first:
+                self.wait_for_everyone()
 
     def _only_if(self, condition: Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:
         @functools.wraps(function)
@@ -193,23 +208,57 @@ class ProcessMethods:
 class ProcessState(ProcessMethods):
     """This process: its device and its place in the world. One object per run, no singleton.
 
+    Collective where a launcher has started several processes: they join torch's default group, or adopt the one that
+    there is.
+
     Args:
         cpu: stay on the CPU although there is an accelerator.
+        place: this process's place; by default what the launcher says.
+        backend: torch's word for another backend than the device's own.
+        timeout: how long a collective waits for other processes; by default torch's 30 minutes, 10 for NCCL.
+        init_method: torch's URL of where processes meet; by default `MASTER_ADDR` and `MASTER_PORT`.
+        connects: False leaves joining the others to a later `connect`.
     Raises:
-        ConfigError: several processes were started, which this version can't join.
+        ConfigError: the launcher's variables contradict each other, or this machine has fewer devices than processes.
+        LaunchError: the others could not be joined.
     """
 
-    def __init__(self, cpu: bool = False) -> None:
-        world = launched_as("WORLD_SIZE", 1)
-        if world > 1:
-            raise ConfigError(
-                f"WORLD_SIZE={world}: this version trains in one process. Start the script without a launcher, "
-                "or unset WORLD_SIZE."
-            )
-        self.num_processes = 1
-        self.process_index = 0
-        self.local_process_index = 0
-        self.device = choose_device(cpu=cpu)
+    def __init__(
+        self,
+        cpu: bool = False,
+        *,
+        place: Place | None = None,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        init_method: str | None = None,
+        connects: bool = True,
+    ) -> None:
+        self._options: dict[str, Any] = {"backend": backend, "timeout": timeout, "init_method": init_method}
+        self._cpu = cpu
+        self._take(place or group.joined_place() or find_place())
+        if connects:
+            self.connect()
+
+    def connect(self, init_method: str | None = None) -> None:
+        """Join the others, once. Collective; in one process it does nothing.
+
+        Args:
+            init_method: torch's URL of where processes meet, when this process has started the others itself.
+        """
+        if init_method is not None:
+            self._options["init_method"] = init_method
+        group.connect(self.place, self.device, **self._options)
+
+    def destroy_process_group(self) -> None:
+        """Leave the group of processes. Collective."""
+        group.disconnect()
+
+    def _take(self, place: Place) -> None:
+        self.place = place
+        """Where this process stands among all."""
+        self.num_processes, self.process_index = place.num_processes, place.process_index
+        self.local_process_index = place.local_process_index
+        self.device = choose_device(cpu=self._cpu, place=place)
 
 
 PartialState = ProcessState

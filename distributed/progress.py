@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .environment import launched_as
 from .errors import ConfigError
+from .launched import find_place
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
@@ -24,5 +24,5 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         raise ConfigError(
             f"tqdm({args[0]}, ...): the first argument is what to iterate. Use main_process_only={args[0]}."
         )
-    is_off = main_process_only and launched_as("LOCAL_RANK", 0) != 0
+    is_off = main_process_only and find_place().local_process_index != 0
     return bar(*args, **{"disable": is_off, **kwargs})

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .errors import ConfigError
+from . import group
+from .errors import ConfigError, suggest
+from .exchange import broadcast_encoded
+from .launched import find_place
 
 
 def check_seed(seed: object, option: str = "seed") -> None:
@@ -24,19 +28,22 @@ def check_seed(seed: object, option: str = "seed") -> None:
         raise ConfigError(f"{option}={seed!r}. Expected an integer from 0 to 2**32 - 1, or None.")
 
 
-def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False, *, process_index: int = 0) -> int:
-    """Seed Python, NumPy and torch on all devices.
+def set_seed(
+    seed: int, device_specific: bool = False, deterministic: bool = False, *, process_index: int | None = None
+) -> int:
+    """Seed Python, NumPy and torch on all devices. Local.
 
     Args:
         seed: any non-negative integer below 2**32.
-        device_specific: add `process_index`, so that each process draws its own numbers.
+        device_specific: add this process's index, so that each process draws its own numbers.
         deterministic: also make torch use deterministic algorithms, or raise where it has none.
-        process_index: this process's index.
+        process_index: the index to add; by default that in torch's process group, or before there is one what the
+            launcher says.
     Returns:
         The seed that was used.
     """
     if device_specific:
-        seed += process_index
+        seed = (seed + (_own_index() if process_index is None else process_index)) % 2**32
     random.seed(seed)
     torch.manual_seed(seed)  # seeds every device
     if "numpy" in sys.modules:
@@ -44,6 +51,82 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if deterministic:
         torch.use_deterministic_algorithms(True)
     return seed
+
+
+def _own_index() -> int:
+    return group.rank() if group.is_connected() else find_place().process_index
+
+
+def synchronize_rng_states(rng_types: Iterable[str], generator: torch.Generator | None = None) -> None:
+    """Give every process the random states of process 0. Collective.
+
+    Args:
+        rng_types: which; see `synchronize_rng_state`.
+        generator: the one that the word "generator" means.
+    Raises:
+        ConfigError: one of the words can't be used.
+    """
+    if isinstance(rng_types, str):
+        raise ConfigError(
+            f"synchronize_rng_states(rng_types={rng_types!r}). Expected a list of texts: [{rng_types!r}]."
+        )
+    # All are looked up before anything is sent.
+    states = [_rng_access(word, generator) for word in rng_types]
+    for state in states:
+        _synchronize(*state)
+
+
+def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generator | None = None) -> None:
+    """Give every process one of the random states of process 0. Collective.
+
+    Args:
+        rng_type: "torch" (its generator of the CPU), a type of device such as "cuda" (that of this process's current
+            device), "generator" (that of the argument), "python", or "numpy".
+        generator: the one that the word "generator" means.
+    Raises:
+        ConfigError: the word is unknown, there is no such device, or "generator" came without one.
+    """
+    synchronize_rng_states(["None" if rng_type is None else rng_type], generator)
+
+
+def _synchronize(get: Callable[[], Any], put: Callable[[Any], object]) -> None:
+    if group.world_size() > 1:
+        state = broadcast_encoded(lambda: pickle.dumps(get()), 0, "synchronize_rng_states")
+        put(pickle.loads(state))
+
+
+def _rng_access(word: str, generator: torch.Generator | None) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """How a random state is read and written."""
+    word = str(getattr(word, "value", word))  # a member of an enumeration as well
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if word == "generator":
+        if generator is None:
+            raise ConfigError('synchronize_rng_states got "generator" without one. Pass generator=, or leave it out.')
+        return generator.get_state, generator.set_state
+    if accelerator is not None and word == accelerator.type:
+        module = torch.get_device_module(accelerator)
+        return module.get_rng_state, module.set_rng_state
+    known: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+        "torch": (torch.get_rng_state, torch.set_rng_state),
+        "python": (random.getstate, random.setstate),
+        "numpy": (_numpy_state, _set_numpy_state),
+    }
+    if word not in known:
+        names = [*known, "generator", *([accelerator.type] if accelerator else [])]
+        raise ConfigError(f"rng_type={word!r} is no random state of this machine. {suggest(word, names)}")
+    return known[word]
+
+
+def _numpy_state() -> Any:
+    import numpy
+
+    return numpy.random.get_state()
+
+
+def _set_numpy_state(state: Any) -> None:
+    import numpy
+
+    numpy.random.set_state(state)
 
 
 @dataclass(frozen=True, slots=True)

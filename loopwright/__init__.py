@@ -17,11 +17,14 @@ __all__ = [
     "CSVTracker",
     "Callback",
     "CheckpointError",
+    "CollectiveTimeoutError",
     "CombinedLoader",
     "ConfigError",
+    "DDPStrategy",
     "DataError",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
+    "DistributedError",
     "DistributedType",
     "Duration",
     "EarlyStopping",
@@ -34,7 +37,10 @@ __all__ = [
     "InitProcessGroupKwargs",
     "Interval",
     "JSONLTracker",
+    "LaunchError",
     "LearningRateMonitor",
+    "LocalSGD",
+    "LoggerType",
     "LoopwrightError",
     "MLflowTracker",
     "MemoryTracker",
@@ -45,11 +51,14 @@ __all__ = [
     "NaNGuard",
     "NonFiniteError",
     "PartialState",
+    "PeerFailedError",
     "Plan",
     "ProcessState",
+    "ProfileKwargs",
     "ProgressBar",
     "ProjectConfiguration",
     "RunState",
+    "ShapeMismatchError",
     "SingleDeviceStrategy",
     "SkipBatch",
     "StepOutcome",
@@ -64,13 +73,17 @@ __all__ = [
     "TrackerError",
     "Trainer",
     "WandbTracker",
+    "debug_launcher",
     "find_executable_batch_size",
+    "get_logger",
     "load_weights",
+    "notebook_launcher",
     "register_strategy",
     "register_tracker",
     "save_weights",
     "set_seed",
     "skip_first_batches",
+    "synchronize_rng_states",
 ]
 
 # Where each name is defined. The block for type checkers below says the same; a test compares them.
@@ -94,19 +107,27 @@ _NAMES_OF_MODULE = {
     "data.skip": ("skip_first_batches",),
     "distributed.errors": (
         "CheckpointError",
+        "CollectiveTimeoutError",
         "ConfigError",
         "DataError",
+        "DistributedError",
+        "LaunchError",
         "LoopwrightError",
         "MetricError",
         "MissingDependencyError",
         "NonFiniteError",
+        "PeerFailedError",
+        "ShapeMismatchError",
         "TaskError",
         "TrackerError",
     ),
     "distributed.kinds": ("DistributedType",),
+    "distributed.launchers": ("debug_launcher", "notebook_launcher"),
+    "distributed.logger": ("get_logger",),
     "distributed.memory": ("find_executable_batch_size",),
     "distributed.process": ("PartialState", "ProcessState"),
-    "distributed.random": ("set_seed",),
+    "distributed.random": ("set_seed", "synchronize_rng_states"),
+    "strategies.ddp": ("DDPStrategy",),
     "strategies.gradient_state": ("GradientAccumulationPlugin", "GradientState"),
     "strategies.handlers": (
         "AutocastKwargs",
@@ -114,20 +135,23 @@ _NAMES_OF_MODULE = {
         "GradScalerKwargs",
         "InitProcessGroupKwargs",
     ),
+    "strategies.local_sgd": ("LocalSGD",),
     "strategies.outcome": ("StepOutcome",),
     "strategies.registry": ("register_strategy",),
     "strategies.single": ("SingleDeviceStrategy",),
     "strategies.strategy": ("Strategy",),
     "trackers.csv": ("CSVTracker",),
     "trackers.jsonl": ("JSONLTracker",),
-    "trackers.mlflow": ("MLflowTracker",),
-    "trackers.tensorboard": ("TensorBoardTracker",),
+    "trackers.kinds": ("LoggerType",),
     "trackers.memory": ("MemoryTracker",),
+    "trackers.mlflow": ("MLflowTracker",),
     "trackers.registry": ("register_tracker",),
+    "trackers.tensorboard": ("TensorBoardTracker",),
     "trackers.tracker": ("Tracker",),
     "trackers.wandb": ("WandbTracker",),
     "trainer.accelerator": ("Accelerator",),
     "trainer.plan": ("Plan",),
+    "trainer.profiling": ("ProfileKwargs",),
     "trainer.project": ("ProjectConfiguration",),
     "trainer.task": ("Task",),
     "trainer.trainer": ("Trainer",),
@@ -154,19 +178,27 @@ if TYPE_CHECKING:
     from .data.skip import skip_first_batches
     from .distributed.errors import (
         CheckpointError,
+        CollectiveTimeoutError,
         ConfigError,
         DataError,
+        DistributedError,
+        LaunchError,
         LoopwrightError,
         MetricError,
         MissingDependencyError,
         NonFiniteError,
+        PeerFailedError,
+        ShapeMismatchError,
         TaskError,
         TrackerError,
     )
     from .distributed.kinds import DistributedType
+    from .distributed.launchers import debug_launcher, notebook_launcher
+    from .distributed.logger import get_logger
     from .distributed.memory import find_executable_batch_size
     from .distributed.process import PartialState, ProcessState
-    from .distributed.random import set_seed
+    from .distributed.random import set_seed, synchronize_rng_states
+    from .strategies.ddp import DDPStrategy
     from .strategies.gradient_state import GradientAccumulationPlugin, GradientState
     from .strategies.handlers import (
         AutocastKwargs,
@@ -174,12 +206,14 @@ if TYPE_CHECKING:
         GradScalerKwargs,
         InitProcessGroupKwargs,
     )
+    from .strategies.local_sgd import LocalSGD
     from .strategies.outcome import StepOutcome
     from .strategies.registry import register_strategy
     from .strategies.single import SingleDeviceStrategy
     from .strategies.strategy import Strategy
     from .trackers.csv import CSVTracker
     from .trackers.jsonl import JSONLTracker
+    from .trackers.kinds import LoggerType
     from .trackers.memory import MemoryTracker
     from .trackers.mlflow import MLflowTracker
     from .trackers.registry import register_tracker
@@ -188,6 +222,7 @@ if TYPE_CHECKING:
     from .trackers.wandb import WandbTracker
     from .trainer.accelerator import Accelerator
     from .trainer.plan import Plan
+    from .trainer.profiling import ProfileKwargs
     from .trainer.project import ProjectConfiguration
     from .trainer.task import Task
     from .trainer.trainer import Trainer

@@ -35,16 +35,19 @@ from .distributed.nested import (
 from .distributed.operations import (
     broadcast,
     broadcast_object_list,
+    copy_tensor_to_devices,
     gather,
     gather_object,
     pad_across_processes,
+    pad_input_tensors,
     reduce,
     wait_for_everyone,
 )
 from .distributed.process import PartialState
 from .distributed.progress import tqdm
-from .distributed.random import set_seed
+from .distributed.random import set_seed, synchronize_rng_state, synchronize_rng_states
 from .distributed.units import convert_file_size_to_int
+from .strategies.communication import DDPCommunicationHookType
 from .strategies.forward import extract_model_from_parallel, is_compiled_module
 from .strategies.gradient_state import GradientAccumulationPlugin
 from .strategies.handlers import (
@@ -54,10 +57,13 @@ from .strategies.handlers import (
     InitProcessGroupKwargs,
     KwargsHandler,
 )
+from .trackers.kinds import LoggerType
+from .trainer.profiling import ProfileKwargs
 from .trainer.project import ProjectConfiguration
 
 __all__ = [
     "AutocastKwargs",
+    "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "DistributedType",
@@ -65,7 +71,9 @@ __all__ = [
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
+    "LoggerType",
     "PartialState",
+    "ProfileKwargs",
     "ProjectConfiguration",
     "broadcast",
     "broadcast_object_list",
@@ -75,6 +83,7 @@ __all__ = [
     "convert_file_size_to_int",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
+    "copy_tensor_to_devices",
     "extract_model_from_parallel",
     "find_batch_size",
     "find_device",
@@ -88,6 +97,7 @@ __all__ = [
     "is_torch_tensor",
     "listify",
     "pad_across_processes",
+    "pad_input_tensors",
     "parse_choice_from_env",
     "parse_flag_from_env",
     "patch_environment",
@@ -99,6 +109,8 @@ __all__ = [
     "should_reduce_batch_size",
     "slice_tensors",
     "str_to_bool",
+    "synchronize_rng_state",
+    "synchronize_rng_states",
     "tqdm",
     "wait_for_everyone",
 ]

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from ..distributed.errors import ConfigError, suggest
+from torch import nn
+
+from ..distributed.errors import ConfigError, check_boolean, check_number, suggest
+from .communication import Communication, DDPCommunicationHookType
 
 H = TypeVar("H", bound="KwargsHandler")
+
+_DDP_FLAGS = (
+    "broadcast_buffers",
+    "find_unused_parameters",
+    "check_reduction",
+    "gradient_as_bucket_view",
+    "static_graph",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +66,59 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass(frozen=True, slots=True)
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Settings of `DistributedDataParallel`. In one process they have no effect."""
+    """Settings of `DistributedDataParallel`, and how it sends gradients. In one process they have no effect.
+
+    Raises:
+        ConfigError: a hook or a wrapper is unknown, or they don't fit each other.
+    """
 
     dim: int = 0
+    """The dimension of the samples; torch has no use for it with one device per process."""
     broadcast_buffers: bool = True
-    bucket_cap_mb: int = 25
+    """Give all processes the buffers of process 0 before each forward pass whose gradients are reduced."""
+    bucket_cap_mb: float = 25
+    """How many MiB of gradients are sent together; a fraction makes smaller buckets."""
     find_unused_parameters: bool = False
+    """Look in each step for parameters that have no part in the loss, which is an error otherwise."""
     check_reduction: bool = False
+    """Without effect in torch, which warns of it."""
     gradient_as_bucket_view: bool = False
+    """Let `.grad` be a view of what is sent: less memory, but gradients can't be detached in place."""
     static_graph: bool = False
+    """The same parameters are used in the same way in every step, which saves looking for them."""
+    comm_hook: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    """In which form gradients are sent: `"no"` as they are, `"fp16"`, `"bf16"`, `"power_sgd"`, `"batched_power_sgd"`.
+    """
+    comm_wrapper: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    """`"fp16"` or `"bf16"`: the number format in which the hook gets them."""
+    comm_state_option: Mapping[str, Any] = field(default_factory=dict)
+    """Options of torch's `PowerSGDState`: `matrix_approximation_rank`, `start_powerSGD_iter`, ..."""
+
+    def __post_init__(self) -> None:
+        for name in _DDP_FLAGS:
+            check_boolean(f"DistributedDataParallelKwargs({name})", getattr(self, name))
+        check_number("DistributedDataParallelKwargs(bucket_cap_mb)", self.bucket_cap_mb, above=0, hint="It is in MiB.")
+        self.communication.check()
+
+    @property
+    def communication(self) -> Communication:
+        """How gradients are sent."""
+        return Communication(self.comm_hook, self.comm_wrapper, self.comm_state_option)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The arguments of `DistributedDataParallel` that differ from their defaults; how gradients are sent is none of
+        them.
+        """
+        # Not super(): a dataclass with slots is a new class, which super() without arguments does not know.
+        return {k: v for k, v in KwargsHandler.to_kwargs(self).items() if not k.startswith("comm_")}
+
+    def register_comm_hook(self, model: nn.parallel.DistributedDataParallel) -> None:
+        """Let a model send its gradients in this form; does nothing for `"no"`. Local.
+
+        Raises:
+            ConfigError: the device can't.
+        """
+        self.communication.register(model)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..distributed.errors import ConfigError
+from ..distributed.operations import reduce
 from .outcome import StepOutcome
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class GatedOptimizer(Optimizer):
         return None
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
-        # One process and unscaled gradients: there is nothing for the strategy to do around the optimizer's own loop.
+        # Unscaled gradients: there is nothing for the strategy to do around the optimizer's own loop.
         state = self.strategy.gradient_state
         if state.num_steps != 1 or self.strategy.precision.scales:
             raise ConfigError(
@@ -99,9 +100,19 @@ class GatedOptimizer(Optimizer):
             )
         if self.before_step is not None:
             raise ConfigError("optimizer.step(closure) can't be used in a Task. Call backward first, and step() alone.")
-        result = self.optimizer.step(closure)
+        result = self.optimizer.step(self._agreed(closure))
         self.outcome = StepOutcome.APPLIED
         return result
+
+    def _agreed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure with the mean of all processes' losses, so that searches by the loss end at one place."""
+        if self.strategy.process.num_processes == 1:
+            return closure
+
+        def mean_over_processes() -> Any:
+            return reduce(closure().detach(), reduction="mean")
+
+        return mean_over_processes
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients if they synchronise, else do nothing.

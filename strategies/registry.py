@@ -15,12 +15,16 @@ S = TypeVar("S", bound=type[Strategy])
 ENTRY_POINT_GROUP = "loopwright.strategies"
 """Packages that bring a strategy declare it in this group: `word = "package.module:Class"`."""
 AUTO = "auto"
-"""The word for the strategy that fits how the script was started."""
+"""The word for the strategy that fits how the script was started: `DDP` in several processes, else `SINGLE`."""
+SINGLE = "single"
+"""The word for one process on one device."""
+DDP = "ddp"
+"""The word for a copy of the model in each process."""
 
 _strategies: Registry[Strategy] = Registry(
     Strategy,
     option="strategy",
-    built_in={"single": "single:SingleDeviceStrategy"},
+    built_in={DDP: "ddp:DDPStrategy", SINGLE: "single:SingleDeviceStrategy"},
     package=__package__,
     group=ENTRY_POINT_GROUP,
     reserved=(AUTO,),
@@ -36,9 +40,12 @@ def register_strategy(name: str) -> Callable[[S], S]:
     return _strategies.register(name)
 
 
-def create_strategy(spec: StrategyLike) -> Strategy:
+def create_strategy(spec: StrategyLike, num_processes: int = 1) -> Strategy:
     """The strategy that a word, a mapping `{"name": ..., **options}` or an object names.
 
+    Args:
+        spec: the word, the mapping or the object.
+        num_processes: what `"auto"` goes by.
     Raises:
         ConfigError: the name or an option is unknown.
     """
@@ -53,4 +60,6 @@ def create_strategy(spec: StrategyLike) -> Strategy:
             raise ConfigError(f"strategy={dict(spec)!r} has no 'name'. Expected such as {{'name': 'single', ...}}.")
     if not isinstance(name, str):
         raise ConfigError(f"strategy={spec!r}. Expected a word, a mapping with 'name', or a Strategy object.")
-    return _strategies.create("single" if name == AUTO else name, options)
+    if name == AUTO:
+        name = DDP if num_processes > 1 else SINGLE
+    return _strategies.create(name, options)

@@ -8,6 +8,7 @@ from typing import final
 from torch import nn
 from torch.optim import Optimizer
 
+from ..distributed.errors import ConfigError
 from .optimizer import move_optimizer_state
 from .strategy import Strategy
 
@@ -16,7 +17,14 @@ from .strategy import Strategy
 class SingleDeviceStrategy(Strategy):
     """Trains in one process on its device: `strategy="single"`, and what `"auto"` means without a launcher."""
 
-    def setup(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
+    def setup(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], method: str | None = "forward"
+    ) -> tuple[nn.Module, list[Optimizer]]:
+        if self.process.num_processes > 1:
+            raise ConfigError(
+                f"strategy='single' trains in one process, but {self.process.num_processes} were started. Use "
+                "strategy='ddp', or 'auto'."
+            )
         model.to(self.device)
         for optimizer in optimizers:
             move_optimizer_state(optimizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checkpoint.names import unwrapped
+from ..data.configuration import DataLoaderConfiguration
 from ..data.loader import PreparedLoader
+from ..data.prepare import prepare_loader
 from ..distributed.errors import ConfigError
 from .gradient_state import GradientState
 from .outcome import StepOutcome
@@ -55,20 +57,51 @@ class Strategy(ABC):
         return self.process.device
 
     @abstractmethod
-    def setup(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
+    def setup(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], method: str | None = "forward"
+    ) -> tuple[nn.Module, list[Optimizer]]:
         """Place and wrap a model with its optimizers. Collective.
 
+        Args:
+            model: any module.
+            optimizers: those of its parameters; none for a model that is only evaluated.
+            method: the model's method that training calls, by `training_method`. None: it calls parts of the model as
+                it likes, and only `backward` and `step` of this strategy.
         Returns:
             The model as it is called from now on, and the optimizers in the same order.
         Raises:
             ConfigError: the combination can't work.
         """
 
-    def setup_dataloader(self, loader: Iterable[Any]) -> PreparedLoader:
-        """The loader for this process: its share of the samples, each batch moved to the device."""
-        if isinstance(loader, PreparedLoader):
-            return loader
-        return PreparedLoader(loader, device=self.device, active=self.gradient_state.loaders)
+    def training_method(self, model: nn.Module, name: str) -> Callable[..., Any]:
+        """A method of the model as training calls it, so that the strategy sees the forward pass. Local.
+
+        Args:
+            model: what `setup` returned.
+            name: the method that `setup` was told of.
+        """
+        method: Callable[..., Any] = getattr(self.unwrap(model), name)
+        return method
+
+    def setup_dataloader(
+        self, loader: Iterable[Any], configuration: DataLoaderConfiguration | None = None, *, exact: bool = False
+    ) -> PreparedLoader:
+        """The loader for this process: its share of the samples, each batch moved to the device. Collective.
+
+        Args:
+            loader: any iterable of batches.
+            configuration: how it is shared.
+            exact: deal whole batches, none twice and none left out, so that an evaluation counts each sample once;
+                processes may get different numbers of batches then.
+        """
+        return prepare_loader(
+            loader,
+            process=self.process,
+            configuration=configuration or DataLoaderConfiguration(),
+            device=self.device,
+            active=self.gradient_state.loaders,
+            exact=exact,
+        )
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Divide a micro-batch's loss by the size of its window, scale it where the precision asks, and run backward.
@@ -91,7 +124,21 @@ class Strategy(ABC):
         return StepOutcome.APPLIED if self.precision.step(optimizer) else StepOutcome.SKIPPED
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """A context in which backward does not reduce gradients over processes."""
+        """A context in which backward does not reduce gradients over processes. Local."""
+        return contextlib.nullcontext()
+
+    def trigger_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """A context whose next backward reduces gradients, although its forward passes were under `no_sync`."""
+        return contextlib.nullcontext()
+
+    def take_part(self, model: nn.Module) -> None:
+        """Take part in the reduction of gradients with zeros, in a process that has no loss to reduce. Collective."""
+
+    def synchronize_buffers(self, model: nn.Module) -> None:
+        """Give all processes the buffers of process 0, such as the means of batch norm. Collective."""
+
+    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """A context in which processes that have more batches than others go on alone. Collective."""
         return contextlib.nullcontext()
 
     def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:

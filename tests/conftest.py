@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -166,6 +167,51 @@ def seed() -> Iterator[int]:
     """Every test begins with the random states of this seed, and leaves those that it found."""
     with preserved_random_state(torch.device("cpu")):
         yield set_seed(0)
+
+
+class Processes:
+    """Runs a function of a test module in several warm processes of one gloo group; see tests/processes.py."""
+
+    def __init__(self, pool: Any, folder: Path) -> None:
+        self._pool = pool
+        self._folder = folder
+
+    def __call__(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """Call it with the same arguments in each. Returns what they gave, process 0 first."""
+        results: list[Any] = self._pool.run(function, *args, folder=self._folder, timeout=timeout)
+        return results
+
+
+@pytest.fixture(scope="session")
+def worker_pools() -> Iterator[Callable[[int], Any]]:
+    """Pools of workers by their size, started at their first use."""
+    name = "loopwright_tests_processes"
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "processes.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    pools: dict[int, Any] = {}
+
+    def pool_of(size: int) -> Any:
+        if size not in pools:
+            pools[size] = module.WorkerPool(size)
+        return pools[size]
+
+    yield pool_of
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def two_processes(worker_pools: Callable[[int], Any], working_folder: Path) -> Processes:
+    """Two processes of one gloo group."""
+    return Processes(worker_pools(2), working_folder)
+
+
+@pytest.fixture
+def three_processes(worker_pools: Callable[[int], Any], working_folder: Path) -> Processes:
+    """Three processes of one gloo group."""
+    return Processes(worker_pools(3), working_folder)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-from ..distributed.environment import launched_as
+from ..distributed.launched import find_place
 from .tracker import RunInfo, Status, Tracker
 
 P = ParamSpec("P")
@@ -49,6 +49,12 @@ class GeneralTracker(Tracker):
     ) -> None:
         """Write one record."""
 
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write pictures."""
+
+    def log_table(self, table_name: str, *args: Any, step: int | None = None, **kwargs: Any) -> None:
+        """Write a table."""
+
     def finish(self, status: Status | None = None) -> None:
         """Close it."""
 
@@ -58,7 +64,7 @@ def on_main_process(function: Callable[P, R]) -> Callable[P, R | None]:
 
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        if getattr(args[0], "main_process_only", False) and launched_as("RANK", 0) != 0:
+        if getattr(args[0], "main_process_only", False) and find_place().process_index != 0:
             return None
         return function(*args, **kwargs)
 

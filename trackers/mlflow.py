@@ -106,6 +106,11 @@ class MLflowTracker(Tracker):
         """
         opened(self._run, self).log_metrics(metrics, step)
 
+    @property
+    def tracker(self) -> Any:
+        """MLflow's `Run` while one is open, to be read; write by `mlflow.MlflowClient` and its id."""
+        return None if self._run is None else self._run.client.get_run(self._run.run_id)
+
     def finish(self, status: Status) -> None:
         """End the run as FINISHED, FAILED or KILLED."""
         run, self._run = self._run, None

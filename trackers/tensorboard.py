@@ -69,6 +69,25 @@ class TensorBoardTracker(Tracker):
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
 
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write pictures.
+
+        Args:
+            values: several by name, as one array or tensor of shape (pictures, channels, height, width).
+            step: the step that they belong to.
+            options: of `SummaryWriter.add_images`, such as `dataformats="NHWC"`.
+        Raises:
+            TrackerError: no run is open.
+        """
+        writer = opened(self._writer, self)
+        for name, images in values.items():
+            writer.add_images(name, images, global_step=step, **options)
+
+    @property
+    def tracker(self) -> SummaryWriter | None:
+        """The `SummaryWriter` while a run is open."""
+        return self._writer
+
     def finish(self, status: Status) -> None:
         """Write the outcome and close the event file."""
         writer, self._writer = self._writer, None

@@ -98,6 +98,26 @@ class WandbTracker(Tracker):
         # wandb's own step argument would drop a record whose step it has seen; its counter of records drops none.
         run.log({**{NAMES.apply(name): value for name, value in metrics.items()}, STEP: step})
 
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write pictures.
+
+        Args:
+            values: several by name: arrays of shape (height, width, channels), or what else `wandb.Image` takes.
+            step: the step that they belong to.
+            options: of `wandb.Image`.
+        Raises:
+            TrackerError: no run is open.
+        """
+        run = opened(self.run, self)
+        image = require("wandb", extra="wandb", purpose="WandbTracker").Image
+        record = {NAMES.apply(name): [image(item, **options) for item in images] for name, images in values.items()}
+        run.log(record if step is None else {**record, STEP: step})
+
+    @property
+    def tracker(self) -> Any:
+        """The `wandb.Run` while a run is open, by Accelerate's name."""
+        return self.run
+
     def finish(self, status: Status) -> None:
         """Finish the run with exit code 0, 1 or 255; a run that was active before `start` stays open."""
         run, self.run = self.run, None

@@ -13,31 +13,41 @@ from torch.optim import Optimizer
 
 from ..data.configuration import DataLoaderConfiguration
 from ..data.loader import PreparedLoader
-from ..data.skip import skip_first_batches
 from ..distributed.errors import ConfigError
 from ..distributed.memory import release_memory
-from ..distributed.operations import gather_object
-from ..distributed.process import ProcessMethods
+from ..distributed.process import ProcessState
 from ..strategies.gradient_state import GradientAccumulationPlugin, GradientState
 from ..strategies.handlers import AutocastKwargs, Handlers, KwargsHandler
 from ..strategies.optimizer import GatedOptimizer
 from ..strategies.precision import Precision
-from ..strategies.registry import create_strategy
 from ..strategies.scheduler import GatedScheduler
 from ..strategies.strategy import Strategy
 from ..strategies.unscaling import unscale, unscale_for
-from .arguments import read_accumulation, read_precision, read_process, read_project, read_rng_types, refuse_others
+from .arguments import (
+    read_accumulation,
+    read_precision,
+    read_process,
+    read_project,
+    read_rng_types,
+    read_strategy,
+    refuse_others,
+)
+from .data_methods import DataMethods
 from .preparation import Preparation
+from .profiling import ProfileKwargs, profiled
 from .project import ProjectConfiguration
 from .state_methods import StateMethods
 from .tracking_methods import LogWith, TrackingMethods
 
 
-class Accelerator(ProcessMethods, TrackingMethods, StateMethods):
+class Accelerator(DataMethods, TrackingMethods, StateMethods):
     """Prepares models, optimizers, loaders and schedulers, and carries out their steps.
 
     Names and meanings are those of Hugging Face Accelerate; `docs/from-accelerate.md` lists the differences. Where an
     argument is left out, its environment variable decides (`distributed/environment.py`).
+
+    Making one is collective where a launcher has started several processes: they join one group, which further ones
+    share.
 
     Args:
         device_placement: move models and batches to the device.
@@ -55,6 +65,7 @@ class Accelerator(ProcessMethods, TrackingMethods, StateMethods):
         strategy: how a step is carried out.
         scale_scheduler_by_processes: a schedule advances by the number of processes at each optimizer step, as
             Accelerate has it for schedules that were planned for the unsharded loader; False: by one.
+        process: this process, where it is known already; by default what the launcher says of it.
         others: Accelerate's further arguments are refused unless they ask for nothing.
     Raises:
         ConfigError: an argument is unknown, can't be used, or contradicts another.
@@ -77,35 +88,60 @@ class Accelerator(ProcessMethods, TrackingMethods, StateMethods):
         kwargs_handlers: Iterable[KwargsHandler] | None = None,
         strategy: str | dict[str, Any] | Strategy = "auto",
         scale_scheduler_by_processes: bool = True,
+        process: ProcessState | None = None,
         **others: Any,
     ) -> None:
         refuse_others(others, Accelerator)
         plugin = read_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
-        self.state = read_process(cpu)
+        self.handlers = Handlers(kwargs_handlers)
+        self.state = read_process(cpu, self.handlers) if process is None else process
         """The process and its device."""
-        self.num_processes, self.process_index = self.state.num_processes, self.state.process_index
-        self.local_process_index, self.device = self.state.local_process_index, self.state.device
         TrackingMethods.__init__(self, log_with, read_project(project_dir, project_config), self.is_main_process)
-        StateMethods.__init__(self, self.is_main_process)
-        self.dataloader_config = dataloader_config or DataLoaderConfiguration()
+        StateMethods.__init__(self)
         self.device_placement = device_placement
         self.rng_types = read_rng_types(rng_types)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.gradient_state = GradientState(plugin)
-        self.handlers = Handlers(kwargs_handlers)
         self.precision = read_precision(mixed_precision, self.device, self.handlers)
-        self.strategy = create_strategy(strategy)
+        self.strategy = read_strategy(strategy, self.num_processes, self.handlers)
         self.strategy.attach(self.state, self.precision, self.gradient_state)
         self._contexts = self.precision.contexts(self.handlers.get(AutocastKwargs))
-        is_scaled = scale_scheduler_by_processes and not self.dataloader_config.split_batches
         self.preparation = Preparation(
             self.strategy,
-            self.dataloader_config,
+            dataloader_config or DataLoaderConfiguration(),
             device_placement=device_placement,
             context=self._contexts if self.precision.autocasts else None,
-            steps_per_call=self.num_processes if is_scaled else 1,
+            scales_schedules=scale_scheduler_by_processes,
             step_with_optimizer=step_scheduler_with_optimizer,
+            rng_types=self.rng_types,
         )
+
+    # Read through, since a Trainer that starts the other processes itself learns its place after this was made.
+
+    @property
+    def num_processes(self) -> int:  # type: ignore[override]
+        """How many processes there are."""
+        return self.state.num_processes
+
+    @property
+    def process_index(self) -> int:  # type: ignore[override]
+        """This process's index among all."""
+        return self.state.process_index
+
+    @property
+    def local_process_index(self) -> int:  # type: ignore[override]
+        """This process's index on its machine."""
+        return self.state.local_process_index
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where this process computes."""
+        return self.state.device
+
+    @property
+    def process(self) -> ProcessState:
+        """The process and its device; Accelerate's name of it is `state`."""
+        return self.state
 
     # Preparing.
 
@@ -140,42 +176,15 @@ class Accelerator(ProcessMethods, TrackingMethods, StateMethods):
     def prepare_data_loader(
         self, data_loader: Iterable[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> PreparedLoader:
-        """Any iterable of batches as a loader of this process. `slice_fn_for_dispatch` has no effect in one process."""
-        return self.preparation.loader(data_loader, device_placement)
+        """Any iterable of batches as a loader of this process.
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader like this one whose passes begin `num_batches` later; see `skip_first_batches`."""
-        return skip_first_batches(dataloader, num_batches)
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch size is that of all processes together."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether the main process alone reads the data; None: for iterable datasets."""
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether each process gets as many batches as the others."""
-        return self.dataloader_config.even_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether shuffling is by (seed, epoch) alone."""
-        return self.dataloader_config.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether copies to the device go on in the background."""
-        return self.dataloader_config.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether torchdata's stateful loader is used."""
-        return self.dataloader_config.use_stateful_dataloader
+        Args:
+            data_loader: a `DataLoader`, a list, ...
+            device_placement: whether its batches are moved to the device.
+            slice_fn_for_dispatch: cuts one process's share out of what the main process has read and hands out: called
+                with the batch, a slice of its rows, the process's index and the number of processes.
+        """
+        return self.preparation.loader(data_loader, device_placement, slice_fn=slice_fn_for_dispatch)
 
     # Stepping.
 
@@ -198,6 +207,10 @@ class Accelerator(ProcessMethods, TrackingMethods, StateMethods):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """A context in which backward does not reduce the model's gradients over processes."""
         return self.strategy.no_sync(model)
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """A context whose next backward reduces the model's gradients, although its forward was under `no_sync`."""
+        return self.strategy.trigger_sync(model)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward of a micro-batch's loss, divided by `gradient_accumulation_steps` and scaled as fp16 needs it.
@@ -286,15 +299,25 @@ class Accelerator(ProcessMethods, TrackingMethods, StateMethods):
         """The gradient scaler of fp16, None where losses are not scaled."""
         return self.precision.scaler
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Every process's values of one evaluation batch, without what was added to make processes even. Collective.
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
+        """A context whose body is recorded, on every process; gives the profiler. Collective.
 
         Args:
-            input_data: nested tensors; or a list of any objects, with `use_gather_object` or where a leaf is no tensor.
+            profile_handler: other settings than those of `kwargs_handlers`.
         """
-        return gather_object(input_data)  # in one process nothing was added
+        settings = self.handlers.get(ProfileKwargs) if profile_handler is None else profile_handler
+        with profiled(settings, self.process_index) as profiler:
+            yield profiler
+        if settings.output_trace_dir is not None:
+            self.wait_for_everyone()  # so that every trace is there when one process goes on
 
     # Afterwards.
+
+    def end_training(self) -> None:
+        """Close the run in every tracker, and leave the group of processes. Nothing collective may follow."""
+        super().end_training()
+        self.state.destroy_process_group()
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget all that was prepared, collect garbage and give cached memory back.
@@ -307,6 +330,7 @@ class Accelerator(ProcessMethods, TrackingMethods, StateMethods):
         count = len(objects)
         del objects
         self.preparation.clear()
+        self.strategy.teardown()
         self.gradient_state.micro_steps = 0
         return release_memory(*[None] * count)
 

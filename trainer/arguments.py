@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,14 +12,26 @@ import torch
 
 from ..distributed.environment import read_flag, read_int, read_variable
 from ..distributed.errors import ConfigError, suggest
+from ..distributed.group import is_connected
 from ..distributed.process import ProcessState
+from ..strategies.ddp import DDPStrategy
 from ..strategies.gradient_state import GradientAccumulationPlugin, check_num_steps
-from ..strategies.handlers import GradScalerKwargs, Handlers
+from ..strategies.handlers import (
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    Handlers,
+    InitProcessGroupKwargs,
+)
 from ..strategies.precision import PRECISIONS, MixedPrecision, Precision, create_precision
+from ..strategies.registry import AUTO, StrategyLike, create_strategy
+from ..strategies.strategy import Strategy
 from .project import ProjectConfiguration
 
 RNG_TYPES = ("torch", "cuda", "mlu", "sdaa", "musa", "npu", "xla", "xpu", "hpu", "neuron", "generator")
 """Random states that processes can be brought to agree on, by Accelerate's words."""
+
+DDP, SINGLE = "ddp", "single"
+"""The words of what `strategy="auto"` means, with several processes and with one."""
 
 # Arguments that Accelerate has, and what to do here in place of them.
 _ABSENT = {
@@ -27,7 +40,7 @@ _ABSENT = {
     "fsdp_plugin": "FSDP is not available in this version.",
     "megatron_lm_plugin": "Megatron-LM is not available.",
     "torch_tp_plugin": "Tensor parallelism is not available in this version.",
-    "parallelism_config": "This version trains in one process.",
+    "parallelism_config": "Meshes of tensor, context and data parallelism are not available in this version.",
     "dynamo_backend": "Call torch.compile(model, backend=...) before prepare.",
     "dynamo_plugin": "Call torch.compile(model, backend=...) before prepare.",
     "split_batches": "Use dataloader_config=DataLoaderConfiguration(split_batches=...).",
@@ -53,9 +66,21 @@ def refuse_others(others: Mapping[str, Any], cls: type) -> None:
             raise ConfigError(f"Accelerator({name}={value!r}) can't be used here. {_ABSENT[name]} Leave it out.")
 
 
-def read_process(cpu: bool | None) -> ProcessState:
-    """This process; on the device that the environment names, where no argument decides."""
-    process = ProcessState(cpu=bool(read_flag("USE_CPU") if cpu is None else cpu))
+def read_process(cpu: bool | None, handlers: Handlers) -> ProcessState:
+    """This process; on the device that the environment names, where no argument decides. Collective.
+
+    Raises:
+        ConfigError: a variable can't be read.
+        LaunchError: the other processes could not be joined.
+    """
+    group_options = handlers.get(InitProcessGroupKwargs).to_kwargs()
+    if group_options and is_connected():
+        warnings.warn(
+            f"InitProcessGroupKwargs({', '.join(f'{k}={v}' for k, v in group_options.items())}) has no effect: the "
+            "processes are in a group already. Make this Accelerator first, or set them where the group is made.",
+            stacklevel=3,
+        )
+    process = ProcessState(cpu=bool(read_flag("USE_CPU") if cpu is None else cpu), **group_options)
     device = read_variable("TORCH_DEVICE")
     if cpu is None and device is not None:
         try:
@@ -63,6 +88,25 @@ def read_process(cpu: bool | None) -> ProcessState:
         except RuntimeError as error:
             raise ConfigError(f"{device[0]}={device[1]!r} is no device: {error}. Expected such as 'cuda:1'.") from error
     return process
+
+
+def read_strategy(spec: StrategyLike, num_processes: int, handlers: Handlers) -> Strategy:
+    """How steps are carried out. A word for DDP takes its options from the handler for it.
+
+    Raises:
+        ConfigError: it is unknown, or options are given here and there.
+    """
+    handler = handlers.get(DistributedDataParallelKwargs)
+    if spec == AUTO:
+        spec = DDP if num_processes > 1 else SINGLE
+    if spec == DDP:
+        return DDPStrategy.from_handler(handler)
+    if not isinstance(spec, str) and handler != DistributedDataParallelKwargs():
+        raise ConfigError(
+            f"kwargs_handlers holds {handler}, and strategy={spec!r} has options of its own. Give them in one place: "
+            "with the handler use strategy='ddp' or 'auto'."
+        )
+    return create_strategy(spec)
 
 
 def read_accumulation(num_steps: int | None, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:

@@ -18,7 +18,9 @@ from ..callbacks.bus import Event
 from ..callbacks.callback import Callback, EndEpoch, SkipBatch
 from ..data.sizes import AmbiguousBatchSizeError
 from ..data.window import check_length
+from ..distributed.nested import send_to_device
 from ..distributed.numbers import to_numbers
+from ..distributed.operations import gather_object
 from .metrics import MetricLog
 from .run import EvaluationData, Run, Training, refused
 from .sealed import sealed
@@ -67,13 +69,17 @@ def evaluate(run: Run, stage: Stage, data: EvaluationData) -> dict[str, float]:
         The means over all samples, by name, with what callbacks added to them.
     """
     metrics: dict[str, float] = {}
-    with evaluating(run, stage, data) as log, run.paired(stage.start, stage.end, lambda: (metrics,)):
-        for step, batch, index in batches_of(run, stage, data, log):
-            run_batch(run, stage, step, batch, index)
+    run.strategy.synchronize_buffers(run.model)
+    paired = run.paired(stage.start, stage.end, lambda: (metrics,))
+    with ending_together(run), evaluating(run, stage, data) as log, paired:
+        with ending_together(run):
+            for step, batch, index in batches_of(run, stage, data, log):
+                run_batch(run, stage, step, batch, index)
         metrics.update(to_numbers(log.epoch_values()))
         run.remember(metrics)
         shown = run.trainer.progress_metrics
         shown.update({name: value for name, value in metrics.items() if name in shown})
+    log.expect("", 1)
     metrics.update(to_numbers(log.epoch_values()))  # what the end event logged
     if metrics:
         run.record(metrics)
@@ -89,8 +95,10 @@ def sanity_check(run: Run, data: EvaluationData, num_batches: int) -> None:
         for (suffix, loader), limit in zip(data.loaders.items(), data.limits, strict=True):
             step = step_of(run, VALIDATION, data, suffix)
             count = num_batches if limit is None else min(num_batches, limit)
+            log.expect(suffix, 0)
             for index, batch in enumerate(islice(loader, count)):
                 log.samples = samples_of(run, batch)
+                log.expect(suffix, 1)
                 try:
                     step(batch, index)
                 except BaseException as error:
@@ -106,17 +114,45 @@ def predict(run: Run, data: EvaluationData, writer: Callable[[Any, Any, int], No
     """The outputs of `predict_step`, batch by batch in the order of the data.
 
     Args:
-        writer: takes each batch's outputs, the batch and its index, so that nothing is kept in memory.
+        writer: takes each batch's outputs, the batch and its index, so that nothing is kept in memory; with several
+            processes each writes its own batches.
+    Returns:
+        The outputs of all processes, on each of them; none where a writer took them.
     """
     kept: list[Any] = []
-    with evaluating(run, PREDICT, data) as log, run.paired(PREDICT.start, PREDICT.end):
+    run.strategy.synchronize_buffers(run.model)
+    with ending_together(run), evaluating(run, PREDICT, data) as log, run.paired(PREDICT.start, PREDICT.end):
         for step, batch, index in batches_of(run, PREDICT, data, log):
             outputs = run_batch(run, PREDICT, step, batch, index)
             if writer is None:
-                kept.append(outputs)
+                kept.append((log.suffix, index, outputs))
             else:
                 writer(outputs, batch, index)
-    return kept
+    return in_order(run, data, kept)
+
+
+def in_order(run: Run, data: EvaluationData, kept: list[tuple[str, int, Any]]) -> list[Any]:
+    """The outputs of all processes in the order of the data, on this process's device. Collective."""
+    if run.agreement is not None:
+        there = send_to_device(kept, "cpu")
+        kept = send_to_device(sorted(gather_object(there), key=lambda each: _rank(data, each)), run.device)
+    return [outputs for _, _, outputs in kept]
+
+
+def _rank(data: EvaluationData, output: tuple[str, int, Any]) -> tuple[int, int]:
+    return list(data.loaders).index(output[0]), output[1]
+
+
+@contextmanager
+def ending_together(run: Run) -> Iterator[None]:
+    """A context that one process may leave by `StopRun`: the others, who still work on their batches, follow at once
+    when they are done.
+    """
+    if run.agreement is None:
+        yield
+        return
+    with run.agreement.following(always=True):
+        yield
 
 
 @contextmanager
@@ -125,7 +161,8 @@ def evaluating(run: Run, stage: Stage, data: EvaluationData, name: str | None = 
     outer = (run.state.stage, run.log)
     with sealed(run.task, run.device, run.gradient_state, data.loaders.values()):
         run.state.stage = name or stage.name
-        run.log = MetricLog(stage.name, {} if name == "sanity" else run.trainer.progress_metrics)
+        shown = {} if name == "sanity" else run.trainer.progress_metrics
+        run.log = MetricLog(stage.name, shown, run.metric_exchange())
         run.evaluation = data
         try:
             yield run.log
@@ -142,11 +179,13 @@ def batches_of(
         log.suffix = suffix
         step = step_of(run, stage, data, suffix)
         index = -1
+        log.expect(suffix, 0)
         for index, batch in enumerate(islice(loader, limit)):
             log.samples, log.window = samples_of(run, batch), index
-            yield step, batch, index
+            log.expect(suffix, 1)
+            yield step, batch, data.number_of(index)
         check_length(loader, index + 1, limit)
-        if index < 0:
+        if index < 0 and data.process_index == 0:  # which gets the first batch, if there is any
             warnings.warn(f"the {stage.name} loader{suffix} gave no batch, so that it has no metrics.", stacklevel=2)
     log.suffix = ""  # what the end event logs belongs to all of them
 

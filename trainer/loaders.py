@@ -106,10 +106,19 @@ def evaluation_loaders(data: Any, stage: str) -> dict[str, Iterable[Any]]:
 
 
 def evaluation_data(data: Any, stage: str, limit: int | float | None, strategy: Strategy) -> EvaluationData:
-    """The prepared loaders of an evaluation with their limits."""
+    """The prepared loaders of an evaluation with their limits.
+
+    Batch k of a loader goes to process k % n of n, so that each sample is counted once; limits are over all processes.
+    """
     loaders = evaluation_loaders(data, stage)
     limits = [batches_allowed(limit, loader, stage) for loader in loaders.values()]
-    return EvaluationData({name: strategy.setup_dataloader(loader) for name, loader in loaders.items()}, limits)
+    index, count = strategy.process.process_index, strategy.process.num_processes
+    return EvaluationData(
+        {name: strategy.setup_dataloader(loader, exact=True) for name, loader in loaders.items()},
+        [None if limit is None else max(-(-(limit - index) // count), 0) for limit in limits],
+        process_index=index,
+        num_processes=count,
+    )
 
 
 def first_batches(loader: Iterable[Any], count: int) -> list[Any]:

@@ -10,15 +10,17 @@ fit_batch:  on_batch_start -> training_step -> on_before_backward -> backward ->
 ```
 
 Every function works on a `Run` and knows no concrete strategy, tracker or callback. Events that nobody handles are
-None.
+None. With several processes `run.agreement` decides what all of them do; in one process it is None.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..callbacks.callback import Callback, EndEpoch, SkipBatch, StopRun
 from ..data.sizes import AmbiguousBatchSizeError
@@ -37,19 +39,21 @@ def fit(run: Run, training: Training) -> None:
     state = run.state
     drop_open_window(run, training)  # that of an earlier run, which ended in the middle of it
     try:
-        with run.paired(Callback.on_fit_start, Callback.on_fit_end), refused(SkipBatch, EndEpoch):
+        with run.paired(Callback.on_fit_start, Callback.on_fit_end, holds_stop=True), refused(SkipBatch, EndEpoch):
             if training.validation and training.sanity_batches:
                 sanity_check(run, training.validation, training.sanity_batches)
             state.stage = "train"
             state.start()
-            while run.stop_reason is None:
+            if run.agreement is not None:
+                run.agreement.settle()
+            while not run.is_stopping:
                 if limit := training.limits.reached(state):
-                    run.stop(f"{limit} reached")
+                    run.stop_everywhere(f"{limit} reached")
                 else:
                     fit_epoch(run, training)
             close_open_window(run, training)
             do_what_is_due_last(run, training)
-        record_late(run)
+        record_late(run, training)
     except StopRun as stop:
         run.stop(str(stop) or "StopRun was raised")
 
@@ -60,31 +64,33 @@ def fit_epoch(run: Run, training: Training) -> None:
     state.epoch_ended = False
     state.batch = 0
     training.loader.set_epoch(state.epoch)
-    reader = training.windows_of(state.epoch, training.loader)
-    training.reader = reader
+    reader = training.reader = training.windows_of(state.epoch, training.loader)
     if not training.carried:
         run.training_log.window = state.micro_step  # what `on_epoch_start` logs belongs to the first window
+    metrics = run.trainer.metrics
     try:
-        with run.paired(Callback.on_epoch_start, Callback.on_epoch_end, lambda: (dict(run.trainer.metrics),)):
-            try:
-                for window in reader:
-                    fit_window(run, training, window)
+        try:
+            with run.paired(Callback.on_epoch_start, Callback.on_epoch_end, lambda: (dict(metrics),), holds_stop=True):
+                try:
+                    windows = iter(reader)
+                    window = first_window(run, training, windows)
+                    while window is not None:
+                        fit_window(run, training, window)
+                        do_what_is_due(run, training)
+                        window = None if run.ends_pass else next(windows, None)
+                    if state.batch == 0 and not run.is_stopping:
+                        refuse_empty_pass(run, training, reader)
+                except EndEpoch:
+                    drop_open_window(run, training)
+                    state.epoch_ended = True
                     do_what_is_due(run, training)
-                    if run.stop_reason is not None:
-                        break
-                if state.batch == 0:
-                    refuse_empty_pass(run, training, reader)
-            except EndEpoch:
-                drop_open_window(run, training)
-                state.epoch_ended = True
-                do_what_is_due(run, training)
-            except StopRun as stop:
-                drop_open_window(run, training)
-                run.stop(str(stop) or "StopRun was raised")
-            close_epoch(run, training, reader)
-        record_late(run)
-    except StopRun as stop:  # from the epoch's own events and its record
-        run.stop(str(stop) or "StopRun was raised")
+                except StopRun as stop:
+                    drop_open_window(run, training)
+                    run.stop(str(stop) or "StopRun was raised")
+                close_epoch(run, training, reader)
+        except StopRun as stop:  # from the epoch's own events and its record
+            run.stop(str(stop) or "StopRun was raised")
+        finish_epoch(run, training)
     finally:
         if state.epoch_ended:
             state.epoch += 1
@@ -92,19 +98,50 @@ def fit_epoch(run: Run, training: Training) -> None:
             state.epoch_ended = False
 
 
+def finish_epoch(run: Run, training: Training) -> None:
+    """What the end event logged, and the agreement of all processes on whether another epoch follows."""
+    try:
+        record_late(run, training)
+    except StopRun as stop:
+        run.stop(str(stop) or "StopRun was raised")
+    if run.agreement is not None:
+        run.agreement.settle()
+
+
+def first_window(run: Run, training: Training, windows: Iterator[Window]) -> Window | None:
+    """The first window of a pass, None where it has none."""
+    window = next(windows, None)
+    return window if run.agreement is None else run.agreement.begin_pass(training, window)
+
+
 def fit_window(run: Run, training: Training, window: Window) -> None:
-    """The micro-batches of one optimizer step."""
-    gradient_state = run.strategy.gradient_state
+    """The micro-batches of one optimizer step. Gradients are reduced over processes in the last one's backward."""
+    gradient_state, agreement = run.strategy.gradient_state, run.agreement
     if not training.carried:
-        training.loss.begin(window.size)
-        gradient_state.window_size = window.size
+        # Processes whose data does not divide evenly may have windows of different length: one divisor for all of them.
+        size = window.size if agreement is None or training.loader.is_even else training.window_size
+        training.loss.begin(size)
+        gradient_state.window_size = size
         run.training_log.window = run.state.micro_step
+    if agreement is not None:
+        agreement.open_window(window)
     last = len(window.batches) - 1
-    for position, batch in enumerate(window.batches):
-        gradient_state.sync_gradients = window.closes and position == last
-        fit_batch(run, training, batch)
+    try:
+        for position, batch in enumerate(window.batches):
+            gradient_state.sync_gradients = window.closes and position == last
+            if gradient_state.sync_gradients:
+                fit_batch(run, training, batch)
+            else:
+                with run.strategy.no_sync(run.model):
+                    fit_batch(run, training, batch)
+    except (EndEpoch, StopRun) as flow:
+        if agreement is None:
+            raise
+        agreement.leave(training, flow)
     training.carried = 0 if window.closes else training.carried + len(window.batches)
     run.state.epoch_ended = window.is_last
+    if agreement is not None:
+        run.state.epoch_ended = agreement.close_window()
 
 
 def fit_batch(run: Run, training: Training, batch: Any) -> None:
@@ -119,6 +156,8 @@ def fit_batch(run: Run, training: Training, batch: Any) -> None:
         samples = log.samples = training.count_samples(batch)
     except AmbiguousBatchSizeError as error:  # raised where the number is needed
         samples = log.samples = not_counted(run, error)
+    if run.agreement is not None:
+        run.agreement.hold(samples, 0 if training.count_tokens is None else training.count_tokens(batch))
     try:
         try:
             if emit := events[Callback.on_batch_start]:
@@ -127,7 +166,10 @@ def fit_batch(run: Run, training: Training, batch: Any) -> None:
                 outputs = training.step(batch, index)
                 loss = training.loss.take(outputs)
                 if loss is not None:
-                    backward(run, loss)
+                    if run.agreement is None or not run.strategy.gradient_state.sync_gradients:
+                        backward(run, loss)
+                    else:
+                        reducing_backward(run, training, loss)
             else:
                 outputs = manual_step(run, training, batch, index)
         except SkipBatch:
@@ -138,7 +180,8 @@ def fit_batch(run: Run, training: Training, batch: Any) -> None:
             if training.is_automatic and run.strategy.gradient_state.sync_gradients:
                 step(run, training)
         except (EndEpoch, StopRun):
-            count_batch(run, training, batch, samples)
+            if run.agreement is None or not run.agreement.was_left:
+                count_batch(run, training, batch, samples)
             raise
         count_batch(run, training, batch, samples)
     except BaseException as error:
@@ -155,6 +198,8 @@ def count_batch(run: Run, training: Training, batch: Any, samples: object) -> No
     state = run.state
     state.batch += 1
     state.micro_step += 1
+    if run.agreement is not None:
+        return  # it counts the samples and tokens of all processes
     if type(samples) is int:
         state.samples += samples
     if training.count_tokens is not None:
@@ -173,17 +218,59 @@ def backward(run: Run, loss: Tensor, **kwargs: Any) -> None:
             raise misplaced(late) from late
 
 
+def reducing_backward(run: Run, training: Training, loss: Tensor) -> None:
+    """Backward of a window's last micro-batch among several processes: their vectors travel while it runs."""
+    agreement = run.agreement
+    assert agreement is not None
+    if emit := run.events[Callback.on_before_backward]:
+        emit(loss)
+    agreement.send(training)
+    run.strategy.backward(loss)
+    if emit := run.events[Callback.on_backward]:
+        try:
+            emit(loss)
+        except SkipBatch as late:
+            raise misplaced(late) from late
+        except (EndEpoch, StopRun) as flow:
+            agreement.veto(flow)
+
+
+def num_losses_everywhere(run: Run, training: Training) -> int:
+    """The losses of the window that ends, on all processes. One without a loss adds zeros to their gradients."""
+    agreement = run.agreement
+    if agreement is None:
+        return training.loss.num_losses
+    if not agreement.is_sent:
+        agreement.send(training)
+        run.strategy.take_part(run.model)
+    return agreement.receive(training)
+
+
+def announce_step(run: Run, optimizer: Optimizer) -> None:
+    """`on_before_step`, where callbacks may drop the step: all processes do then."""
+    emit, agreement = run.events[Callback.on_before_step], run.agreement
+    if agreement is None:
+        if emit:
+            emit(optimizer)
+        return
+    try:
+        if emit:
+            emit(optimizer)
+    except (SkipBatch, EndEpoch, StopRun) as flow:
+        agreement.veto(flow)
+    agreement.vote()
+
+
 def step(run: Run, training: Training) -> None:
     """The optimizer step at the end of a window, and what follows from its outcome."""
     optimizer = training.optimizers[0]
     outcome = StepOutcome.SKIPPED
     precision = run.strategy.precision
-    if training.loss.num_losses:
+    if num_losses_everywhere(run, training):
         try:
             if not precision.scales or precision.unscale(optimizer):
                 normalise_and_clip(run, training)
-                if emit := run.events[Callback.on_before_step]:
-                    emit(optimizer)
+                announce_step(run, optimizer)
             outcome = run.strategy.step(optimizer)
         except SkipBatch:
             precision.forget(optimizer)
@@ -240,11 +327,13 @@ def do_what_is_due(run: Run, training: Training) -> None:
     state = run.state
     if not training.carried and training.log_schedule.is_due(state):
         training.logged_at = state.micro_step
-        run.record(run.training_log.step_values())
+        with run.steered():
+            run.record(run.training_log.step_values())
     if training.validation and training.val_schedule.is_due(state) and not training.has_validated(state):
-        validate(run, training)
+        with run.steered():
+            validate(run, training)
     if training.limits.end_inside_epochs and (limit := training.limits.reached(state)):
-        run.stop(f"{limit} reached")
+        run.stop_everywhere(f"{limit} reached")
 
 
 def do_what_is_due_last(run: Run, training: Training) -> None:
@@ -267,9 +356,9 @@ def close_epoch(run: Run, training: Training, reader: WindowReader) -> None:
     training.carried = reader.carried
     training.wait_seconds += reader.wait_seconds
     training.reader = None
-    training.last_values = run.training_log.step_values()
+    training.last_values, values = run.training_log.close_epoch(keeps_window=training.carried > 0)
     run.trainer.metrics.update(to_numbers(training.last_values))
-    if values := run.training_log.epoch_values(keeps_window=training.carried > 0):
+    if values:
         run.record(values)
     if run.state.epoch_ended and run.state.epoch == 0:
         check_first_epoch(run, training)
@@ -298,7 +387,7 @@ def check_first_epoch(run: Run, training: Training) -> None:
         )
 
 
-def record_late(run: Run) -> None:
+def record_late(run: Run, training: Training) -> None:
     """Record what an end event logged, whose own record is out already."""
     if values := run.training_log.late_values():
         run.record(values)

@@ -22,28 +22,41 @@ class WindowLoss:
     the first count, and `correction` puts it right. Batches that are left out (None) are corrected for in the same way.
     """
 
-    __slots__ = ("_first_count", "_newest_count", "_size", "count", "num_losses", "num_none")
+    __slots__ = ("_divisor", "_newest_count", "_processes", "_size", "_total", "count", "num_losses", "num_none",
+                 "reference")  # fmt: skip
 
     def __init__(self) -> None:
         self.num_none = 0
         """Batches of the whole run for which the step returned None."""
+        self._total: tuple[float, Any] | None = None
+        self.reference: float | None = None
+        """What loss sums are divided by first, the same in all processes; None: by the window's first count."""
         self.begin(1)
+
+    def refer_to(self, count: float) -> None:
+        """Take the power of two near a typical count as the reference. It changes no bit of a result: divisions by
+        powers of two are exact, and `correction` puts the size right.
+        """
+        self.reference = 2.0 ** round(math.log2(count)) if count > 0 else 1.0
 
     def begin(self, size: int) -> None:
         """A window of `size` micro-batches begins."""
+        self._renew_reference()
         self._size = size
         self.num_losses = 0
         """Batches of the window that gave a loss."""
         self.count: Any = None
         """The sum of their counts, a number or a tensor on the device; None where steps return mean losses."""
-        self._first_count: Any = None
+        self._divisor: Any = None
         self._newest_count: Any = 0
+        self._total = None
+        self._processes = 1
 
     def leave_out(self) -> None:
         """The loss that was taken last will have no backward."""
         self.num_losses -= 1
         if self.num_losses == 0:
-            self.count = self._first_count = None
+            self.count = self._divisor = None
         elif self.count is not None:
             self.count = self.count - self._newest_count
 
@@ -55,7 +68,7 @@ class WindowLoss:
         """
         if type(outputs) is Tensor or isinstance(outputs, Tensor):
             loss = outputs
-            if self._first_count is not None:
+            if self._divisor is not None:
                 raise _mixed()
         elif outputs is None:
             self.num_none += 1
@@ -82,22 +95,43 @@ class WindowLoss:
                 f"training_step returned ({type(loss_sum).__name__}, ...). Expected (loss_sum, count), the first a "
                 "tensor."
             )
-        if self.num_losses and self._first_count is None:
+        if self.num_losses and self._divisor is None:
             raise _mixed()
         count = _read_count(count)
-        if self._first_count is None:
-            self._first_count, self.count = _or_one(count), count
+        if self._divisor is None:
+            self._divisor, self.count = self.reference or _or_one(count), count
         else:
             self.count = self.count + count
         self._newest_count = count
-        weighted: Tensor = loss_sum / self._first_count
+        weighted: Tensor = loss_sum / self._divisor
         return weighted
+
+    def share(self, num_losses: int, count: Any, processes: int) -> None:
+        """Take what the window holds on all processes together, whose gradients are averaged.
+
+        Args:
+            num_losses: batches that gave a loss.
+            count: the sum of all counts; None where steps return mean losses.
+            processes: how many processes there are.
+        """
+        self._total, self._processes = (num_losses, count), processes
+        if count is not None:
+            self.count, self._divisor = count, self.reference
+
+    def _renew_reference(self) -> None:
+        """Keep to the counts of the window before; those on a device are not waited for."""
+        if self.reference is not None and self._total is not None:
+            num_losses, count = self._total
+            if count is not None and not isinstance(count, Tensor) and num_losses:
+                self.refer_to(count / num_losses)
 
     def correction(self) -> float | Tensor | None:
         """What the window's gradients are to be multiplied with at its end; None for nothing."""
-        if self._first_count is None:
-            return None if self.num_losses == self._size else self._size / self.num_losses
-        factor: float | Tensor = self._first_count * self._size / _or_one(self.count)
+        num_losses = self.num_losses if self._total is None else self._total[0]
+        size = self._size * self._processes
+        if self._divisor is None:
+            return None if num_losses == size else size / num_losses
+        factor: float | Tensor = self._divisor * size / _or_one(self.count)
         return None if not isinstance(factor, Tensor) and factor == 1 else factor
 
 

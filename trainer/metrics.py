@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -13,15 +14,40 @@ from ..data.sizes import AmbiguousBatchSizeError
 from ..distributed.errors import MetricError, suggest
 from ..distributed.numbers import stack_wide, wide_float
 
+if TYPE_CHECKING:
+    from .metric_exchange import MetricExchange
+
 Reduce: TypeAlias = Literal["mean", "sum", "min", "max"]
 
+_STEP = "step:"  # marks the newest window's values where they travel together with those over the epoch
+
 _FOLD_EVERY = 256  # values of a metric that are held before they are folded into its running total
+
+
+class Sum(NamedTuple):
+    """What some values of one metric add up to."""
+
+    reduce: Reduce
+    total: Any
+    """A number or a scalar tensor; for torchmetrics objects also a mapping of these."""
+    weight: Any
+    """What a mean is divided by."""
+    sync: bool
+    """Whether it is taken over all processes."""
+
+    def value(self) -> Any:
+        """The metric's value, on its device."""
+        if self.reduce != "mean" or isinstance(self.total, dict):
+            return self.total
+        return _quotient(self.total, self.weight)
 
 
 class Metric:
     """One logged name in one stage: the values of the newest window, and a running total over the epoch."""
 
-    __slots__ = ("entries", "kept", "name", "on_epoch", "on_step", "options", "reduce", "source", "total", "weight")
+    __slots__ = (
+        "entries", "kept", "name", "on_epoch", "on_step", "options", "reduce", "source", "sync", "total", "weight",
+    )  # fmt: skip
 
     def __init__(self, name: str, options: tuple[Any, ...], on_step: bool, on_epoch: bool, reduce: Reduce) -> None:
         self.name = name
@@ -29,6 +55,8 @@ class Metric:
         self.on_step = on_step
         self.on_epoch = on_epoch
         self.reduce = reduce
+        self.sync = True
+        """Whether it is taken over all processes."""
         self.source: Any = None
         """The torchmetrics object that computes the value itself."""
         self.kept: list[tuple[int, Any, Any]] = []
@@ -54,26 +82,20 @@ class Metric:
         elif self.reduce in ("mean", "sum"):
             self.total, self.weight = self.total + total, self.weight + weight
         else:
-            self.total = _extreme(self.reduce, self.total, total)
+            self.total = extreme(self.reduce, self.total, total)
 
-    def window_value(self, window: int) -> Any:
-        """The value over one window, None where it was not logged there."""
+    def window_sum(self, window: int) -> Sum | None:
+        """What one window adds up to, None where it was not logged there."""
         if self.source is not None:
-            return getattr(self.source, "_forward_cache", None)
+            newest = getattr(self.source, "_forward_cache", None)
+            return None if newest is None else Sum("mean", newest, 1, self.sync)
         entries = [entry for entry in (*self.kept, *self.entries) if entry[0] == window]
-        if not entries:
-            return None
-        total, weight = _reduce(entries, self.reduce)
-        return _quotient(total, weight) if self.reduce == "mean" else total
+        return Sum(self.reduce, *_reduce(entries, self.reduce), self.sync) if entries else None
 
-    def epoch_value(self) -> Any:
-        """The value over all that was logged since `reset`, None where nothing was."""
-        if self.source is not None:
-            return self.source.compute()
+    def epoch_sum(self) -> Sum | None:
+        """What all adds up to that was logged since `reset`, None where nothing was."""
         self.fold(-1)
-        if self.total is None:
-            return None
-        return _quotient(self.total, self.weight) if self.reduce == "mean" else self.total
+        return None if self.total is None else Sum(self.reduce, self.total, self.weight, self.sync)
 
 
 def _reduce(entries: list[tuple[int, Any, Any]], reduce: Reduce) -> tuple[Any, Any]:
@@ -90,7 +112,7 @@ def _reduce(entries: list[tuple[int, Any, Any]], reduce: Reduce) -> tuple[Any, A
         parts.append(_reduce_tensors(tensors, reduce))
     (total, weight), *rest = parts
     for other_total, other_weight in rest:
-        total = total + other_total if reduce in ("mean", "sum") else _extreme(reduce, total, other_total)
+        total = total + other_total if reduce in ("mean", "sum") else extreme(reduce, total, other_total)
         weight = weight + other_weight
     return total, weight
 
@@ -103,7 +125,7 @@ def _reduce_numbers(entries: list[tuple[Any, Any]], reduce: Reduce) -> tuple[Any
         return sum(values), 0
     found = values[0]
     for value in values[1:]:
-        found = _extreme(reduce, found, value)
+        found = extreme(reduce, found, value)
     return found, 0
 
 
@@ -118,7 +140,8 @@ def _reduce_tensors(entries: list[tuple[Any, Any]], reduce: Reduce) -> tuple[Ten
     return (values.amin() if reduce == "min" else values.amax()), 0
 
 
-def _extreme(reduce: Reduce, first: Any, second: Any) -> Any:
+def extreme(reduce: Reduce, first: Any, second: Any) -> Any:
+    """The smaller or the larger of two values; NaN where one of them is NaN."""
     if isinstance(first, Tensor) or isinstance(second, Tensor):
         a, b = torch.as_tensor(first), torch.as_tensor(second)
         return torch.minimum(a, b.to(a.device)) if reduce == "min" else torch.maximum(a, b.to(a.device))
@@ -168,11 +191,13 @@ class MetricLog:
     Args:
         stage: `"train"`, `"validation"`, `"test"` or `"predict"`: sets the defaults of `on_step` and `on_epoch`.
         progress: where newest values for the progress bar go.
+        exchange: takes sums over all processes; None in one process.
     """
 
-    def __init__(self, stage: str, progress: dict[str, Any]) -> None:
+    def __init__(self, stage: str, progress: dict[str, Any], exchange: MetricExchange | None = None) -> None:
         self.stage = stage
         self.progress = progress
+        self.exchange = exchange
         self.suffix = ""
         """Appended to every name, for one of several loaders."""
         self.window = 0
@@ -193,12 +218,13 @@ class MetricLog:
         progress_bar: bool = False,
         sync: bool = True,
     ) -> None:
-        """As `Task.log` says; `sync` has no effect in one process."""
+        """As `Task.log` says."""
         if self.suffix:
             name += self.suffix
         metric = self.metrics.get(name)
         if metric is None:
             metric = self._open(name, on_step, on_epoch, reduce)
+            metric.sync = sync
         elif metric.options != (on_step, on_epoch, reduce):
             raise MetricError(
                 f"log({name!r}) with on_step={on_step}, on_epoch={on_epoch}, reduce={reduce!r}, but earlier with "
@@ -220,6 +246,11 @@ class MetricLog:
             metric.fold(self.window)
         if progress_bar:
             self.progress[name] = value
+
+    def expect(self, suffix: str, num_batches: int) -> None:
+        """Note so many more batches seen of the loader with a suffix, where other processes want to know."""
+        if self.exchange is not None:
+            self.exchange.seen[suffix] = self.exchange.seen.get(suffix, 0) + num_batches
 
     def _open(self, name: str, on_step: bool | None, on_epoch: bool | None, reduce: Reduce) -> Metric:
         if not isinstance(name, str) or not name:
@@ -278,35 +309,75 @@ class MetricLog:
         return 1
 
     def step_values(self) -> dict[str, Any]:
-        """The values of the newest window for a step record, on their devices."""
-        found: dict[str, Any] = {}
-        for metric in self.metrics.values():
-            if metric.on_step:
-                _enter(
-                    found, f"{metric.name}_step" if metric.on_epoch else metric.name, metric.window_value(self.window)
-                )
+        """The values of the newest window for a step record. Collective where there are several processes."""
+        return self._values(self._step_sums())
+
+    def epoch_values(self) -> dict[str, Any]:
+        """The values over the epoch; then begins anew. Collective where there are several processes."""
+        found = self._values(*self._close(keeps_window=False))
+        self.reset()
         return found
 
-    def epoch_values(self, *, keeps_window: bool = False) -> dict[str, Any]:
-        """The values over the epoch, on their devices; then begins anew.
+    def close_epoch(self, *, keeps_window: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The values of the newest window, and those over the epoch; then begins anew. Collective, as above.
 
         Args:
             keeps_window: the newest window goes on, so that its value will be over both parts of it.
         """
-        found: dict[str, Any] = {}
-        for metric in self.metrics.values():
-            window = [*metric.kept, *metric.entries] if keeps_window else []
-            metric.kept = [entry for entry in window if entry[0] == self.window]
-            if metric.on_epoch:
-                _enter(found, f"{metric.name}_epoch" if metric.on_step else metric.name, metric.epoch_value())
+        steps = self._step_sums()
+        epochs, sources = self._close(keeps_window=keeps_window)
+        if self.exchange is None:
+            found = self._values(steps), self._values(epochs, sources)
+        else:  # one collective for both
+            marked = {f"{_STEP}{name}": part for name, part in steps.items()}
+            values = self._values(marked | epochs, sources)
+            newest = {name.removeprefix(_STEP): value for name, value in values.items() if name.startswith(_STEP)}
+            found = newest, {name: value for name, value in values.items() if not name.startswith(_STEP)}
         self.reset()
         return found
 
     def late_values(self) -> dict[str, Any]:
-        """What was logged after the record that it would have belonged to; then begins anew."""
-        if not any(metric.entries or metric.source is not None for metric in self.metrics.values()):
+        """What was logged after the record that it would have belonged to; then begins anew. Collective, as above."""
+        is_empty = not any(metric.entries or metric.source is not None for metric in self.metrics.values())
+        if is_empty and self.exchange is None:
             return {}
-        return self.step_values() | self.epoch_values()
+        steps, epochs = self.close_epoch()
+        return steps | epochs
+
+    def _step_sums(self) -> dict[str, Sum]:
+        found: dict[str, Sum] = {}
+        for metric in self.metrics.values():
+            if metric.on_step and (part := metric.window_sum(self.window)) is not None:
+                found[f"{metric.name}_step" if metric.on_epoch else metric.name] = part
+        return found
+
+    def _close(self, *, keeps_window: bool) -> tuple[dict[str, Sum], dict[str, Any]]:
+        """The sums over the epoch by name, and the objects that compute their values themselves."""
+        found: dict[str, Sum] = {}
+        sources: dict[str, Any] = {}
+        for metric in self.metrics.values():
+            window = [*metric.kept, *metric.entries] if keeps_window else []
+            metric.kept = [entry for entry in window if entry[0] == self.window]
+            if not metric.on_epoch:
+                continue
+            name = f"{metric.name}_epoch" if metric.on_step else metric.name
+            if metric.source is not None:
+                sources[name] = metric.source
+            elif (part := metric.epoch_sum()) is not None:
+                found[name] = part
+        return found, sources
+
+    def _values(self, sums: dict[str, Sum], sources: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What sums come to, over all processes."""
+        found: dict[str, Any] = {}
+        if self.exchange is not None:
+            values = self.exchange(sums, sources or {})
+        else:
+            values = {name: part.value() for name, part in sums.items()}
+            values |= {name: source.compute() for name, source in (sources or {}).items()}
+        for name, value in values.items():
+            _enter(found, name, value)
+        return found
 
     def reset(self) -> None:
         """Forget all values, as at the start of an epoch."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ..data.combined import CombinedLoader
 from ..data.configuration import DataLoaderConfiguration
+from ..data.dispatch import DispatchedLoader
 from ..data.loader import PreparedLoader
-from ..data.samplers import with_seedable_sampler
 from ..distributed.errors import ConfigError
 from ..strategies.forward import wrap_forward
 from ..strategies.optimizer import GatedOptimizer, move_optimizer_state, parameters_of
@@ -34,8 +38,10 @@ class Preparation:
         configuration: of loaders.
         device_placement: whether models and batches are moved to the device.
         context: gives the contexts of forward passes; None leaves forward passes as they are.
-        steps_per_call: schedule steps for each effective call of a scheduler.
+        scales_schedules: a scheduler steps as often as there are processes at each effective call, unless a loader's
+            batch size is that of all processes together.
         step_with_optimizer: whether schedulers wait for their optimizers.
+        rng_types: random states that processes agree on at the beginning of each pass over a loader.
     """
 
     def __init__(
@@ -45,8 +51,9 @@ class Preparation:
         *,
         device_placement: bool = True,
         context: ContextFactory | None = None,
-        steps_per_call: int = 1,
+        scales_schedules: bool = False,
         step_with_optimizer: bool = True,
+        rng_types: Sequence[str] = (),
     ) -> None:
         self.strategy = strategy
         self.configuration = configuration
@@ -56,8 +63,9 @@ class Preparation:
         self.schedulers: list[GatedScheduler] = []
         self.loaders: list[PreparedLoader] = []
         self._context = context
-        self._steps_per_call = steps_per_call
+        self._scales_schedules = scales_schedules
         self._step_with_optimizer = step_with_optimizer
+        self._rng_types = tuple(rng_types)
 
     def prepare(self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None = None) -> list[Any]:
         """Prepare objects together: models with their optimizers and loaders first, then schedulers.
@@ -122,19 +130,24 @@ class Preparation:
         if isinstance(scheduler, GatedScheduler):
             return _add(self.schedulers, scheduler)
         optimizer = getattr(scheduler, "optimizer", None)
+        is_scaled = self._scales_schedules and not self.configuration.split_batches
         own = [o for o in self.optimizers if optimizer is o or optimizer is o.optimizer]
         gated = GatedScheduler(
             scheduler,
             own or self.optimizers,
             self.strategy.gradient_state,
-            steps_per_call=self._steps_per_call,
+            steps_per_call=self.strategy.process.num_processes if is_scaled else 1,
             step_with_optimizer=self._step_with_optimizer,
         )
         return _add(self.schedulers, gated)
 
-    def loader(self, loader: Any, place: bool | None = None) -> PreparedLoader:
-        """A loader for this process: its share of the samples, on its device, with its end known.
+    def loader(self, loader: Any, place: bool | None = None, slice_fn: Any = None) -> PreparedLoader:
+        """A loader for this process: its share of the samples, on its device, with its end known. Collective.
 
+        Args:
+            loader: any iterable of batches.
+            place: whether its batches are moved to the device; None: the default.
+            slice_fn: cuts a process's share out of what the main process has read.
         Raises:
             ConfigError: it can't be iterated.
         """
@@ -143,7 +156,36 @@ class Preparation:
         active = self.strategy.gradient_state.loaders
         if isinstance(loader, PreparedLoader) and loader.active is active:
             return _add(self.loaders, loader)
-        return _add(self.loaders, self._adapt(loader, active, self._place(place)))
+        prepared = self._adapt(loader, self._place(place))
+        if slice_fn is not None and isinstance(prepared.dealer, DispatchedLoader):
+            prepared.dealer.slice_fn = slice_fn
+        return _add(self.loaders, prepared)
+
+    @contextmanager
+    def even_batches(self, value: bool | None) -> Iterator[None]:
+        """A context in which the loaders complete their last rounds or not; None leaves them as they are.
+
+        Warns where a loader can't choose.
+        """
+        if value is None:
+            yield
+            return
+        total = len(self.loaders)
+        before = [(loader, kept) for loader in self.loaders if (kept := loader.even_batches) is not None]
+        if len(before) < total:
+            warnings.warn(
+                f"even_batches={value} has no effect on {total - len(before)} of {total} prepared loaders, since the "
+                "main process deals out their batches. Use DataLoaderConfiguration(dispatch_batches=False) to have "
+                "each process read its own.",
+                stacklevel=5,
+            )
+        for loader, _ in before:
+            loader.even_batches = value
+        try:
+            yield
+        finally:
+            for loader, kept in before:
+                loader.even_batches = kept
 
     def change_num_steps(self, num_steps: int) -> None:
         """Set the micro-batches per window, from the next backward on; raises ConfigError below 1."""
@@ -161,19 +203,24 @@ class Preparation:
         state = self.strategy.gradient_state
         return state.num_steps if state.is_exact else 1
 
-    def _adapt(self, loader: Any, active: list[PreparedLoader], place: bool) -> PreparedLoader:
-        if isinstance(loader, PreparedLoader):  # another Accelerator's, or none's
-            prepared = loader.attached_to(active)
-            prepared.device = self.strategy.device
-        else:
-            if self.configuration.use_seedable_sampler:
-                loader = with_seedable_sampler(loader, self.configuration.data_seed)
-            prepared = self.strategy.setup_dataloader(loader)
+    def _adapt(self, loader: Any, place: bool) -> PreparedLoader:
+        prepared = self.strategy.setup_dataloader(loader, self.configuration)
         prepared.non_blocking = self.configuration.non_blocking
         prepared.lookahead = self._lookahead
+        prepared.shared_generators = [*prepared.shared_generators, *self._agreed_generators()]
         if not place:
             prepared.device = None
         return prepared
+
+    def _agreed_generators(self) -> list[torch.Generator]:
+        """The process's own generators whose state processes agree on; those of samplers are the loader's affair."""
+        device = self.strategy.device
+        if self.strategy.process.num_processes == 1:
+            return []
+        found = [torch.default_generator] if "torch" in self._rng_types else []
+        if device.type in self._rng_types:
+            found.append(torch.get_device_module(device).default_generators[device.index or 0])
+        return found
 
     def _models_with_optimizers(self, objects: Sequence[Any], places: Sequence[bool]) -> list[Any]:
         """Set each new model up together with its own optimizers, then those that are left; others pass through."""
@@ -199,10 +246,15 @@ class Preparation:
     ) -> tuple[nn.Module, list[Optimizer]]:
         if self._context is not None:
             wrap_forward(model, self._context)
-        place = place and not _is_dispatched(model)
-        if place and evaluates:
-            model.to(self.strategy.device)
-        elif place:
+        is_dispatched = _is_dispatched(model)
+        if evaluates:
+            if place and not is_dispatched:
+                model.to(self.strategy.device)
+        elif self.strategy.process.num_processes > 1 and not isinstance(model, DistributedDataParallel):
+            if not (place or is_dispatched):
+                _check_placed(model, self.strategy.device)
+            model, optimizers = self.strategy.setup(model, optimizers)
+        elif place and not is_dispatched:
             model, optimizers = self.strategy.setup(model, optimizers)
         model.__dict__[_MARK] = True
         _add(self.models, model)
@@ -235,6 +287,21 @@ def _is_new_optimizer(item: Any) -> bool:
 def _shares_parameters(optimizer: Optimizer, model: nn.Module) -> bool:
     own = {id(parameter) for parameter in model.parameters()}
     return any(id(parameter) in own for parameter in parameters_of(optimizer))
+
+
+def _check_placed(model: nn.Module, device: torch.device) -> None:
+    """Refuse a model that nobody moved, though processes can only train it together on their devices.
+
+    Raises:
+        ConfigError: names a parameter and where it is.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != device.type:
+            raise ConfigError(
+                f"device_placement=False, and parameter {name} of {type(model).__name__} is on {parameter.device}, "
+                f"while this process computes on {device}. Move the model there before prepare, or leave "
+                "device_placement out."
+            )
 
 
 def _is_dispatched(model: nn.Module) -> bool:

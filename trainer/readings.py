@@ -108,6 +108,12 @@ class RunReadings:
         return None if run is None or run.evaluation is None else run.evaluation.num_batches
 
     @property
+    def nonfinite_elsewhere(self) -> bool:
+        """Whether another process dropped the newest step for a value that is not finite."""
+        agreement = None if self._run is None else self._run.agreement
+        return agreement is not None and agreement.nonfinite_elsewhere
+
+    @property
     def data_wait_seconds(self) -> float:
         """Time that the training has spent waiting for data."""
         training = self._newest("data_wait_seconds").training

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from ..callbacks.limits import Limits
 from ..callbacks.state import RunState
 from ..data.loader import PreparedLoader
 from ..data.window import Remainder, WindowReader
+from ..distributed import watch
 from ..distributed.errors import ConfigError
 from ..distributed.numbers import to_numbers
 from ..strategies.gradient_state import GradientState
@@ -26,7 +27,9 @@ from ..strategies.optimizer import GatedOptimizer
 from ..strategies.precision import Precision
 from ..strategies.strategy import Strategy
 from ..trackers.group import TrackerGroup
+from .agreement import Agreement
 from .loss import WindowLoss
+from .metric_exchange import MetricExchange
 from .metrics import MetricLog
 from .optimization import SchedulerConfig
 from .task import Task
@@ -44,7 +47,13 @@ class EvaluationData:
     loaders: dict[str, PreparedLoader]
     """By the suffix that their metrics' names get; `""` for the only one."""
     limits: list[int | None]
-    """Batches taken of each, None: all."""
+    """Batches that this process takes of each, None: all."""
+    process_index: int = 0
+    num_processes: int = 1
+
+    def number_of(self, index: int) -> int:
+        """The number of this process's batch in its loader, counted over all processes."""
+        return index * self.num_processes + self.process_index
 
     @property
     def num_batches(self) -> int | None:
@@ -64,7 +73,7 @@ class Training:
 
     loader: PreparedLoader
     num_batches: int | None
-    """Micro-batches in an epoch, None where the loader has no length."""
+    """Micro-batches in an epoch of this process, None where the loader has no length."""
     batch_limit: int | None
     """Micro-batches after which an epoch ends, None: all."""
     window_size: int
@@ -159,7 +168,11 @@ class Run:
     """Another Trainer that runs the task at the same time, around this run."""
     error: BaseException | None = None
     """The exception that is ending the run."""
+    agreement: Agreement | None = None
+    """What the processes decide together, None in one process."""
     stop_reason: str | None = None
+    signal: str | None = None
+    """The signal that asked for the end of the run."""
     warned_of_samples: bool = False
     updated: dict[str, int] = field(default_factory=dict)
     """The micro-step at which each metric got its newest value."""
@@ -190,6 +203,10 @@ class Run:
         if emit := self.events[event]:
             emit(*values)
 
+    def metric_exchange(self) -> MetricExchange | None:
+        """What takes logged values over all processes, None in one process."""
+        return None if self.agreement is None else MetricExchange()
+
     def release(self) -> None:
         """Let go of the data when the run is over: workers of the loaders end with them."""
         self.evaluation = None
@@ -201,10 +218,32 @@ class Run:
         if self.stop_reason is None:
             self.stop_reason = reason
 
+    def stop_everywhere(self, reason: str) -> None:
+        """End the run at this boundary, for a reason that every process finds by itself."""
+        self.stop(reason)
+        if self.agreement is not None:
+            self.agreement.stops = True
+
+    def steered(self) -> AbstractContextManager[None]:
+        """A context that callbacks may stop the run from, on one process as well: all do then."""
+        return nullcontext() if self.agreement is None else self.agreement.following()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the run ends at this boundary: with several processes, whether all have agreed to."""
+        return self.stop_reason is not None if self.agreement is None else self.agreement.stops
+
+    @property
+    def ends_pass(self) -> bool:
+        """Whether no further window of this pass is trained."""
+        return self.is_stopping or (self.agreement is not None and self.agreement.ends_pass)
+
     def fail(self, error: BaseException) -> None:
         """Tell the callbacks, once, of the exception that is ending the run. Control flow is none."""
         if self.error is None and not isinstance(error, ControlFlow):
             self.error = error
+            if self.agreement is not None:
+                watch.announce_failure(error)
             self.finish_despite(error, Callback.on_exception, error)
 
     def finish_despite(self, error: BaseException, event: Event, *values: Any) -> None:
@@ -217,15 +256,19 @@ class Run:
             error.add_note(f"then {event.__name__} failed as well: {type(another).__name__}: {another}")
             logger.error("%s failed while the run was ending", event.__name__, exc_info=another)
 
-    def paired(self, start: Event, end: Event, end_values: Callable[[], Sequence[Any]] = tuple) -> Paired:
+    def paired(
+        self, start: Event, end: Event, end_values: Callable[[], Sequence[Any]] = tuple, *, holds_stop: bool = False
+    ) -> Paired:
         """A context that fires a start event, and its end event however the body ends.
 
         Args:
             start: fired first.
             end: fired last; also when `start` or the body raises.
             end_values: gives the values of the end event.
+            holds_stop: with several processes, `StopRun` out of the start event only asks for the end of the run, which
+                the body agrees on with the others.
         """
-        return Paired(self, start, end, end_values)
+        return Paired(self, start, end, end_values, holds_stop and self.agreement is not None)
 
     def record(self, values: Mapping[str, Any]) -> dict[str, float]:
         """Make one record of logged values: on the host, shown to callbacks, sent to the trackers."""
@@ -254,15 +297,21 @@ class Run:
 class Paired:
     """What `Run.paired` gives. No generator: that would make a RuntimeError of a callback's StopIteration."""
 
-    __slots__ = ("_end", "_end_values", "_run", "_start")
+    __slots__ = ("_end", "_end_values", "_holds_stop", "_run", "_start")
 
-    def __init__(self, run: Run, start: Event, end: Event, end_values: Callable[[], Sequence[Any]]) -> None:
+    def __init__(
+        self, run: Run, start: Event, end: Event, end_values: Callable[[], Sequence[Any]], holds_stop: bool
+    ) -> None:
         self._run, self._start, self._end, self._end_values = run, start, end, end_values
+        self._holds_stop = holds_stop
 
     def __enter__(self) -> None:
         try:
             self._run.emit(self._start)
         except BaseException as error:
+            if self._holds_stop and isinstance(error, StopRun):
+                self._run.stop(str(error) or "StopRun was raised")
+                return
             self._end_despite(error)
             raise
 

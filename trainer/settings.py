@@ -103,17 +103,5 @@ def read_fast_dev_run(value: bool | int) -> int:
     return value
 
 
-def check_one_device(devices: int | str, num_nodes: int) -> None:
-    """This version trains on one device of one machine.
-
-    Raises:
-        ConfigError: more are asked for.
-    """
-    if devices not in ("auto", 1, "1") or isinstance(devices, bool):
-        raise ConfigError(f"devices={devices!r}. This version trains on one device: leave it out, or give 'auto' or 1.")
-    if num_nodes != 1 or isinstance(num_nodes, bool):
-        raise ConfigError(f"num_nodes={num_nodes!r}. This version trains on one machine: leave it out, or give 1.")
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)

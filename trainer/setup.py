@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Optimizer
 
 from ..callbacks.bus import bind
@@ -15,8 +16,11 @@ from ..callbacks.intervals import Interval, Schedule
 from ..callbacks.state import RunState
 from ..data.loader import PreparedLoader
 from ..distributed.errors import ConfigError, DataError, TaskError
+from ..distributed.random import set_seed
+from .agreement import Agreement
 from .evaluation import Stage
 from .loaders import batches_allowed, evaluation_data, first_batches, training_loader
+from .metric_exchange import MetricExchange
 from .metrics import MetricLog
 from .optimization import Optimization, configure
 from .run import EvaluationData, Run, Training
@@ -60,6 +64,21 @@ def start_run(trainer: Trainer, task: Task, stage: str) -> Run:
     return run
 
 
+def join_others(run: Run, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Let the processes of a run meet, and decide together from now on. Collective.
+
+    Args:
+        run: of this process.
+        facts: what this process knows of it.
+    Returns:
+        The facts of all processes.
+    """
+    agreement = run.agreement = Agreement(run, run.trainer.process.num_processes)
+    exchange = run.training_log.exchange = MetricExchange()
+    exchange.seen[""] = 1
+    return agreement.meet(facts | {"seed": torch.initial_seed()})
+
+
 def rebind(run: Run) -> None:
     """Bind the events to whoever handles them now: the task, the callbacks, then single functions."""
     functions = [(f.event, f) for f in run.trainer.functions]
@@ -68,7 +87,16 @@ def rebind(run: Run) -> None:
 
 def place(run: Run, training: Training) -> None:
     """Put the task with its optimizers where it computes, and make the optimizers known to the accelerator."""
-    run.model, training.optimizers = run.strategy.setup(run.task, training.optimizers)
+    method = "training_step" if training.is_automatic else None
+    run.model, training.optimizers = run.strategy.setup(run.task, training.optimizers, method)
+    if method is not None:
+        training.step = bind_step(
+            run.task.training_step, run.precision, run.strategy.training_method(run.model, method)
+        )
+    if run.agreement is not None:
+        run.agreement.begin_fit(is_manual=not training.is_automatic)
+        # The weights are equal by now; dropout and augmentation are to differ.
+        set_seed((run.agreement.seed + run.trainer.process.process_index) % 2**32)
     preparation = run.trainer.accelerator.preparation
     preparation.optimizers.clear()
     training.gated = [preparation.optimizer(optimizer) for optimizer in training.optimizers]
@@ -256,5 +284,5 @@ def prepare_evaluation(run: Run, settings: Settings, stage: Stage, data: Any) ->
         raise DataError(f"there is no {stage.name} data. Pass it, or give the task a {short}_dataloader().")
     found = evaluation_data(data, stage.name, settings.batch_limits.get(short), run.strategy)
     build_model(task, settings.compiles)
-    run.model, _ = run.strategy.setup(task, [])
+    run.model, _ = run.strategy.setup(task, [], None)
     return found

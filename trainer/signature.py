@@ -13,13 +13,20 @@ from ..strategies.precision import Precision
 from .task import Task
 
 
-def bind_step(step: Callable[..., Any], precision: Precision, dataloader_idx: int = 0) -> Callable[[Any, int], Any]:
+def bind_step(
+    step: Callable[..., Any], precision: Precision, through: Callable[..., Any] | None = None, dataloader_idx: int = 0
+) -> Callable[[Any, int], Any]:
     """A task's step as the loops call it: with a batch and its index, in the run's precision.
 
+    Args:
+        step: the task's method.
+        precision: of the run.
+        through: what is called in its place and passes the arguments on to it.
+        dataloader_idx: the loader's number, for a step that asks for it.
     Raises:
         TaskError: it takes other arguments.
     """
-    called = batch_function(step, dataloader_idx)
+    called = batch_function(step, dataloader_idx, through or step)
     if not precision.autocasts:
         return called
 
@@ -58,12 +65,15 @@ def checked_count(count: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return checked
 
 
-def batch_function(step: Callable[..., Any], dataloader_idx: int = 0) -> Callable[[Any, int], Any]:
+def batch_function(
+    step: Callable[..., Any], dataloader_idx: int = 0, called: Callable[..., Any] | None = None
+) -> Callable[[Any, int], Any]:
     """A step as a function of a batch and its index.
 
     Args:
         step: a method that takes the batch; also the index, if it has a second argument; also `dataloader_idx`.
         dataloader_idx: the loader's number, for a step that asks for it.
+        called: what is called with these arguments in its place.
     Raises:
         TaskError: it takes anything else.
     """
@@ -72,12 +82,13 @@ def batch_function(step: Callable[..., Any], dataloader_idx: int = 0) -> Callabl
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    call = called or step
     if "dataloader_idx" in names:
-        return lambda batch, index: step(batch, index, dataloader_idx=dataloader_idx)
+        return lambda batch, index: call(batch, index, dataloader_idx=dataloader_idx)
     if len(required) <= 2 and (len(positional) >= 2 or takes_any):
-        return step
+        return call
     if len(positional) == 1 and len(required) == 1:
-        return lambda batch, index: step(batch)
+        return lambda batch, index: call(batch)
     raise TaskError(
         f"{getattr(step, '__qualname__', step)} takes {names}. Expected (batch, batch_idx), (batch), or "
         "(batch, batch_idx, dataloader_idx)."

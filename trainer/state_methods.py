@@ -4,31 +4,49 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import safetensors.torch
+import torch
 from torch import Tensor, nn
 
+from ..checkpoint.entries import check_tensor, separate, tied_names
 from ..checkpoint.weights import save_weights
+from ..distributed.atomic import whole_file
 from ..distributed.errors import ConfigError
+from ..distributed.process import ProcessState
 from ..distributed.units import convert_file_size_to_int, size_bytes
 from ..strategies.forward import extract_model_from_parallel
 from ..strategies.strategy import Strategy
+from .project import ProjectConfiguration
 
 
 class StateMethods:
-    """The state of prepared models, and of further objects.
-
-    Args:
-        is_main_process: whether this process writes.
-    """
+    """The state of prepared models, and of further objects."""
 
     strategy: Strategy
     """How a step is carried out, and how the models are wrapped."""
+    state: ProcessState
+    """The process; the main one writes."""
+    project_configuration: ProjectConfiguration
+    """Where files go, and whether each machine has its own."""
 
-    def __init__(self, is_main_process: bool) -> None:
-        self._writes = is_main_process
+    def __init__(self) -> None:
         self._custom_objects: list[Any] = []
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this process writes what is written once."""
+        each_node = self.project_configuration.save_on_each_node
+        return self.state.is_local_main_process if each_node else self.state.is_main_process
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process writes a model's weights."""
+        return self._writes
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -78,6 +96,30 @@ class StateMethods:
         if self._writes:
             save_weights(plain, Path(save_directory))
 
+    def save(self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:
+        """Write an object to a file, on the main process alone; on each machine's with `save_on_each_node`. Local.
+
+        Args:
+            obj: anything that `torch.save` takes; with `safe_serialization` a mapping of tensors by name.
+            f: a path, which is written whole or not at all, or an open file.
+            safe_serialization: write safetensors, and no pickle.
+        Raises:
+            ConfigError: safetensors were asked for something else than a mapping of tensors.
+            CheckpointError: a tensor can't be stored; names it.
+        """
+        if not self._writes:
+            return
+        write = tensor_writer(obj) if safe_serialization else partial(torch.save, obj)
+        if isinstance(f, (str, os.PathLike)):
+            with whole_file(Path(f)) as path:
+                write(path)
+        else:
+            write(f)
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether a model, or a part of it, is spread over several devices, and so can't be trained by processes."""
+        return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
+
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Have the state of further objects saved with that of the prepared ones.
 
@@ -91,6 +133,33 @@ class StateMethods:
                 "load_state_dict(state). Give them both."
             )
         self._custom_objects.extend(objects)
+
+
+def tensor_writer(obj: Any) -> Callable[[Path | BinaryIO], None]:
+    """What writes a mapping of tensors as safetensors to a path or an open file; checked before anything is written.
+
+    Raises:
+        ConfigError: it is something else.
+        CheckpointError: a tensor can't be stored; names it.
+    """
+    if not isinstance(obj, Mapping) or not all(isinstance(value, Tensor) for value in obj.values()):
+        raise ConfigError(
+            f"accelerator.save(safe_serialization=True) got a {type(obj).__name__}. Expected a mapping of tensors by "
+            "name; leave safe_serialization out for other objects."
+        )
+    for name, tensor in obj.items():
+        check_tensor(name, tensor)
+    ties = tied_names(obj)
+    tensors = separate({name: tensor for name, tensor in obj.items() if name not in ties})
+    data = safetensors.torch.save(tensors, metadata={"format": "pt"})
+
+    def write(target: Path | BinaryIO) -> None:
+        if isinstance(target, Path):
+            target.write_bytes(data)
+        else:
+            target.write(data)
+
+    return write
 
 
 def _has_state(item: Any) -> bool:

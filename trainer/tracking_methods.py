@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..distributed.errors import ConfigError, TrackerError, suggest
+from ..trackers.general import GeneralTracker
 from ..trackers.registry import create_trackers, tracker_words
 from ..trackers.tracker import RunInfo, Tracker
 from .project import ProjectConfiguration
@@ -31,7 +32,8 @@ class TrackingMethods:
     def __init__(self, log_with: LogWith, project: ProjectConfiguration, is_main_process: bool) -> None:
         self.project_configuration = project
         """Where files go."""
-        self.log_with = [log_with] if isinstance(log_with, (str, Tracker, type)) else list(log_with or [])
+        chosen = [log_with] if isinstance(log_with, (str, Tracker, type)) else list(log_with or [])
+        self.log_with = [str(item) if isinstance(item, str) else item for item in chosen]  # also a LoggerType's member
         """What was asked for."""
         self._group = create_trackers(self.log_with, enabled=is_main_process)
         self._next_step = 0
@@ -110,7 +112,7 @@ class TrackingMethods:
         self._next_step = step + 1
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The open tracker of that name.
+        """The open tracker of that name; one that writes nothing without trackers, and where another process writes.
 
         Args:
             name: its word.
@@ -118,6 +120,8 @@ class TrackingMethods:
         Raises:
             TrackerError: no such tracker is open, or it has nothing to unwrap.
         """
+        if not self._group.enabled or not self.log_with:
+            return GeneralTracker()
         found = next((tracker for tracker in self.trackers if tracker.name == name), None)
         if found is None:
             known = [tracker.name for tracker in self.trackers]

@@ -24,8 +24,12 @@ from ..callbacks.order import sort_callbacks
 from ..callbacks.state import RunState
 from ..checkpoint.weights import save_weights
 from ..data.window import Remainder
+from ..distributed import watch
+from ..distributed.environment import read_flag
 from ..distributed.errors import ConfigError, check_boolean, suggest
+from ..distributed.group import is_connected
 from ..distributed.paths import free_path
+from ..distributed.process import ProcessState
 from ..distributed.random import set_seed
 from ..strategies.precision import Precision
 from ..strategies.strategy import Strategy
@@ -40,9 +44,11 @@ from .modes import deterministic_algorithms, training_mode
 from .plan import Plan, make_plan
 from .readings import RunReadings
 from .run import Run, refused
-from .settings import Settings, check_one_device, read_fast_dev_run
-from .setup import check_task, place, prepare_evaluation, prepare_training, rebind, start_run
+from .settings import Settings, read_fast_dev_run
+from .setup import check_task, join_others, place, prepare_evaluation, prepare_training, rebind, start_run
+from .signals import ending_on_sigterm
 from .task import Task
+from .world import read_world
 
 
 class Trainer(RunReadings):
@@ -53,10 +59,12 @@ class Trainer(RunReadings):
         max_steps: applied optimizer steps to train, or another unit: `"1M tokens"`, `"50000 samples"`.
         max_time: wall-clock time to train: `"30 min"`, seconds, or a timedelta. The first limit that is reached ends
             the run; one of the three is needed, or `fast_dev_run`.
-        strategy: how a step is carried out: a word (`"auto"`, `"single"`), a mapping with `"name"` and options, or an
-            object.
-        devices: how many devices of this machine to use; `"auto"`, or 1.
-        num_nodes: how many machines take part; 1.
+        strategy: how a step is carried out: a word (`"auto"`, `"single"`, `"ddp"`), a mapping with `"name"` and
+            options, or an object.
+        devices: how many devices of each machine to use. `"auto"`: those that a launcher started processes for; without
+            a launcher one, or all of this machine with a strategy for several. A script that no launcher has started
+            runs itself again for each further device.
+        num_nodes: how many machines take part; more than one need a launcher.
         precision: `"no"`, `"bf16"` or `"fp16"` (forward and backward under autocast).
         compile: compile the task's modules by `torch.compile`; keys of the state stay as they are.
         accumulate: micro-batches per optimizer step.
@@ -116,7 +124,7 @@ class Trainer(RunReadings):
             key: value for key, value in locals().items() if key not in ("self", "callbacks", "trackers", "__class__")
         }
         """The arguments, as trackers are told of them; the command line adds the rest of its file."""
-        check_one_device(devices, num_nodes)
+        world = read_world(devices, num_nodes, strategy)
         settings = Settings(
             limits=Limits.parse(max_epochs, max_steps, max_time),
             accumulate=accumulate,
@@ -138,8 +146,12 @@ class Trainer(RunReadings):
         self.settings = settings.for_dev_run(num_tried) if num_tried else settings
         if seed is not None:
             set_seed(seed)  # so that a task which is built after the Trainer has the same weights each time
+        cpu = bool(read_flag("USE_CPU"))
         self.accelerator = Accelerator(
-            mixed_precision=precision, gradient_accumulation_steps=accumulate, strategy=strategy
+            mixed_precision=precision,
+            gradient_accumulation_steps=accumulate,
+            strategy=strategy,
+            process=ProcessState(cpu, place=world, connects=False),
         )
         check_boolean("progress", progress)
         self._callbacks = sort_callbacks(_with_progress(callbacks, progress))
@@ -182,6 +194,7 @@ class Trainer(RunReadings):
             self._open_trackers(run)
             stack.enter_context(training_mode(run.task))
             stack.enter_context(torch.enable_grad())  # what the task does to this mode ends with the run
+            stack.enter_context(ending_on_sigterm(run))
             loop.fit(run, training)
 
     def validate(self, task: Task, data: Any = None) -> dict[str, float]:
@@ -228,15 +241,35 @@ class Trainer(RunReadings):
                 f"this Trainer is running {self._run.state.stage} of {type(self._run.task).__name__} already. "
                 "Use another Trainer inside it."
             )
+        self._connect()
         if self.settings.seed is not None:
             set_seed(self.settings.seed)
         run = self._begin(task, stage)
         stack.callback(self._finish, run)
+        if self.process.num_processes > 1:
+            self._meet(run)
         stack.enter_context(deterministic_algorithms(self.settings.is_deterministic))
         stack.enter_context(refused(SkipBatch, EndEpoch, StopRun))  # out of on_setup and on_teardown
         stack.enter_context(run.paired(Callback.on_setup, Callback.on_teardown))
         stack.enter_context(refused(SkipBatch, EndEpoch, StopRun))
         return run
+
+    def _connect(self) -> None:
+        """Join the other processes of the run, after starting them if nobody has. Collective."""
+        process = self.process
+        if process.num_processes == 1 or is_connected():
+            return
+        if process.place.launcher != "none":
+            process.connect()
+            return
+        from ..distributed.peers import start_peers  # here: only a script that starts itself needs it
+
+        process.connect(start_peers(process.num_processes).init_method)
+
+    def _meet(self, run: Run) -> None:
+        """Let the processes of a run agree on its folder, and begin to decide together. Collective."""
+        facts = join_others(run, {"directory": str(self.run_directory)})
+        self._run_directory = Path(facts[0]["directory"])
 
     def _open_trackers(self, run: Run) -> None:
         """Once all is prepared: a run that can't begin leaves nothing behind."""
@@ -278,6 +311,8 @@ class Trainer(RunReadings):
             run.gradient_state.sync_gradients = True
             run.release()
             self._run = None
+        if run.error is not None and run.agreement is not None:
+            watch.leave_group_after(run.error)
 
     # Steering a run.
 

@@ -52,6 +52,19 @@ def run_config_command(command: str, arguments: Sequence[str]) -> int:
     return 0
 
 
+def check_config(command: str, arguments: Sequence[str]) -> None:
+    """Read a file and check it against the classes that it names, and run nothing.
+
+    Raises:
+        ConfigError: the arguments, the file or its values can't be used.
+    """
+    request = read_request(command, arguments)
+    assert request.file is not None
+    sources = Sources.read(request.file, request.flags, os.environ)
+    with python_path(sources.folders):
+        RunConfig(sources, prog=f"loopwright {command} FILE.yaml").parse()
+
+
 def _print_class_help(config: RunConfig, key: str, class_path: str) -> int:
     """Let jsonargparse print the arguments of a class that can stand at a key, and exit."""
     find_class(class_path)
@@ -90,6 +103,8 @@ def _fit(config: ParsedConfig, options: Options) -> None:
         for line in _what_is_left(trainer):
             interrupt.add_note(line)
         raise
+    if not trainer.process.is_main_process:
+        return
     if trainer.stop_reason is not None:
         print(f"The run ended: {trainer.stop_reason}")
     if trainer.run_directory.is_dir():
@@ -148,13 +163,13 @@ def _plan(config: ParsedConfig, options: Options) -> None:
 def _validate(config: ParsedConfig, options: Options) -> None:
     task, data, trainer = config.build()
     _load(task, options)
-    _print_metrics(trainer.validate(task, loader_of(data, "val")))
+    _print_metrics(trainer, trainer.validate(task, loader_of(data, "val")))
 
 
 def _test(config: ParsedConfig, options: Options) -> None:
     task, data, trainer = config.build()
     _load(task, options)
-    _print_metrics(trainer.test(task, loader_of(data, "test")))
+    _print_metrics(trainer, trainer.test(task, loader_of(data, "test")))
 
 
 def _predict(config: ParsedConfig, options: Options) -> None:
@@ -177,7 +192,9 @@ def _load(task: Task, options: Options) -> None:
         raise ConfigError(f"--weights: {error}") from error
 
 
-def _print_metrics(metrics: Mapping[str, float]) -> None:
+def _print_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    if not trainer.process.is_main_process:
+        return
     for name, value in metrics.items():
         print(f"{name}: {value:.6g}")
 

@@ -11,6 +11,7 @@ from importlib import metadata
 from .. import __version__
 from ..distributed.environment import KEY_PREFIX, variable_names
 from ..distributed.errors import ConfigError
+from .launch_config import find_default, read_launch_file
 
 REQUIRED = ("safetensors", "pyyaml", "tqdm", "tensorboard", "jsonargparse", "numpy")
 OPTIONAL = (
@@ -45,6 +46,7 @@ def describe() -> Iterator[tuple[str, str]]:
         yield name, _version(name) or "not installed"
     found = {name: version for name in OPTIONAL if (version := _version(name))}
     yield "optional packages", ", ".join(f"{name} {version}" for name, version in found.items()) or "none"
+    yield "launch file", _launch_file()
     yield "variables set", ", ".join(_variables()) or "none"
 
 
@@ -55,6 +57,19 @@ def _variables() -> Iterator[str]:
             yield f"{name}={text}"
         elif name.startswith(KEY_PREFIX):
             yield name
+
+
+def _launch_file() -> str:
+    """Which launch file is used, and what it says."""
+    path = find_default()
+    if path is None:
+        return "none"
+    try:
+        file = read_launch_file(path)
+    except ConfigError as error:
+        return str(error)
+    settings = {"distributed_type": file.distributed_type, **file.options}
+    return f"{path} ({', '.join(f'{name}: {value}' for name, value in settings.items())})"
 
 
 def _devices() -> Iterator[str]:

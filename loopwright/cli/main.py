@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
 HELP = """\
 usage: loopwright COMMAND FILE.yaml [--trainer.max_epochs 3 --task.init_args.width 32 ...]
+       loopwright launch [--num_processes 2 ...] script.py [arguments of the script]
 
 commands:
   fit       train the task that FILE.yaml describes
@@ -14,6 +16,9 @@ commands:
   test      run the test data through it          [--weights model.safetensors]
   predict   run the predict data through it       [--weights model.safetensors] [--output predictions.jsonl]
   plan      say what fit will do, without training
+  launch    run a script in several processes; `loopwright launch --help` lists the options
+  config    ask how scripts are launched on this machine, and write that down  [--default] [--update]
+  test      without a file: check that the processes of this machine work together [launch options]
   env       print versions and devices, for bug reports
 
 options:
@@ -22,9 +27,10 @@ options:
 
 Every key of the file is also a flag (--trainer.seed 1) and an environment variable (LOOPWRIGHT_TRAINER__SEED=1).
 A flag wins over the environment, the environment over the file. --print_config prints the outcome as a YAML file.
+--devices 2 runs the file in two processes; it takes the options of `launch` as well, such as --num_processes 2.
 """
 CONFIG_COMMANDS = ("fit", "validate", "test", "predict", "plan")
-COMMANDS = (*CONFIG_COMMANDS, "env")
+COMMANDS = (*CONFIG_COMMANDS, "launch", "config", "env")
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -57,27 +63,59 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_guarded(command: str, arguments: list[str]) -> int:
     """Run a command; turn what the user can mend without a traceback into one message."""
-    from ..distributed.errors import CheckpointError, ConfigError, DataError, MissingDependencyError, TaskError
+    from ..distributed.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        LaunchError,
+        MissingDependencyError,
+        TaskError,
+    )
 
     try:
         return _run(command, arguments)
-    except (ConfigError, TaskError, DataError, CheckpointError, MissingDependencyError) as error:
-        print("\n".join([f"loopwright {command}: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+    except (ConfigError, TaskError, DataError, CheckpointError, LaunchError, MissingDependencyError) as error:
+        _record(error)
+        print("\n".join([f"{_speaker(command)}: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt as interrupt:
         print("\n".join(["Interrupted.", *getattr(interrupt, "__notes__", [])]), file=sys.stderr)
         return INTERRUPTED
+    except Exception as error:
+        _record(error)
+        raise
+
+
+def _speaker(command: str) -> str:
+    """Who says something: the command, with the process's index where there are others."""
+    index = os.environ.get("RANK", "") if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    return f"loopwright {command} (process {index})" if index else f"loopwright {command}"
+
+
+def _record(error: BaseException) -> None:
+    """Tell the launcher of this process, if it has one, how it failed."""
+    from ..distributed.outcomes import record_failure
+
+    record_failure(error)
 
 
 def _run(command: str, arguments: list[str]) -> int:
+    if command == "launch":
+        from .launch import run_launch
+
+        return run_launch(arguments)
+    if command == "config":
+        from .questions import run_config
+
+        return run_config(arguments)
     if command == "env":
         from .environment import run_env
 
         return run_env(arguments)
     if command in CONFIG_COMMANDS:
-        from .commands import run_config_command
+        from .processes import run_file_command
 
-        return run_config_command(command, arguments)
+        return run_file_command(command, arguments)
     from ..distributed.errors import ConfigError, suggest
 
     raise ConfigError(f"there is no such command. {suggest(command, COMMANDS)}")

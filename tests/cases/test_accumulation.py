@@ -102,7 +102,9 @@ class Engine(Strategy):
         self.windows: list[int] = []
         self.open = 0
 
-    def setup(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
+    def setup(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], method: str | None = "forward"
+    ) -> tuple[nn.Module, list[Optimizer]]:
         return model, list(optimizers)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

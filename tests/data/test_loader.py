@@ -244,7 +244,13 @@ def test_workers_read_the_same_order() -> None:
     seedable._iterator._shutdown_workers()
 
 
-def test_configuration_says_what_it_can_not_do() -> None:
+def test_configuration_refuses_what_it_can_not_use() -> None:
     assert DataLoaderConfiguration(True, True, False).even_batches is False
-    with pytest.raises(ConfigError, match=r"use_stateful_dataloader=True is not available in this version"):
-        DataLoaderConfiguration(use_stateful_dataloader=True)
+    assert DataLoaderConfiguration(dispatch_batches=None, data_seed=0).data_seed == 0
+    for option, value in (("even_batches", "false"), ("dispatch_batches", 1), ("split_batches", None)):
+        with pytest.raises(ConfigError, match=rf"DataLoaderConfiguration\.{option}=.*Expected True or False"):
+            DataLoaderConfiguration(**{option: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"DataLoaderConfiguration\.data_seed=-1\. Expected an integer >= 0"):
+        DataLoaderConfiguration(data_seed=-1)
+    with pytest.raises(ConfigError, match=r"data_seed=18446744073709551616\. Expected an integer below"):
+        DataLoaderConfiguration(data_seed=2**64)

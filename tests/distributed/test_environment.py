@@ -189,7 +189,8 @@ def test_the_level_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
 def test_the_bar_is_shown_by_the_main_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     shown, hidden = io.StringIO(), io.StringIO()
     assert list(tqdm(range(2), file=shown)) == [0, 1]
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     assert list(tqdm(range(2), file=hidden)) == [0, 1]
     assert "2/2" in shown.getvalue()
     assert hidden.getvalue() == ""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from loopwright.distributed.errors import ConfigError
 from loopwright.distributed.memory import (
@@ -171,3 +172,48 @@ def test_memory_is_released() -> None:
     assert gone() is None
     assert release_memory() == []
     clear_device_cache()
+
+
+def _search(limits: list[int], fails: str = "", start: int = 64) -> Any:
+    r = dist.get_rank()
+    tried: list[int] = []
+    kept: list[weakref.ref[Any]] = []
+
+    @find_executable_batch_size(starting_batch_size=start)
+    def train(batch_size: int) -> Any:
+        tried.append(batch_size)
+        result = torch.zeros(batch_size)
+        kept.append(weakref.ref(result))
+        if batch_size == 16 and fails in (str(r), "all"):
+            raise ValueError(f"boom on {r}")
+        if batch_size > limits[r]:
+            raise torch.OutOfMemoryError(TEXT)
+        return result
+
+    try:
+        text = str(len(train()))
+    except (RuntimeError, ValueError) as error:
+        text = f"{type(error).__name__}: {error}"
+    # Results of sizes that did not fit everywhere are gone.
+    alive = [size for size, result in zip(tried, kept, strict=True) if result() is not None]
+    return tried, text, alive
+
+
+def test_f49_all_processes_find_the_same_size(two_processes: Any) -> None:
+    assert two_processes(_search, [32, 8]) == [([64, 32, 16, 8], "8", [])] * 2
+    assert two_processes(_search, [100, 100]) == [([64], "64", [])] * 2
+    nothing = "RuntimeError: No executable batch size found, reached zero. Tried 2, 1."
+    assert two_processes(_search, [0, 100], "", 2) == [([2, 1], nothing, [])] * 2
+
+
+def test_f50_another_error_ends_the_search_on_all_processes(two_processes: Any) -> None:
+    first, second = two_processes(_search, [64, 20], "1")
+    assert second == ([64, 32, 16], "ValueError: boom on 1", [])
+    assert first[0] == [64, 32, 16]
+    assert first[1].startswith(
+        "PeerFailedError: find_executable_batch_size: process 1 failed: ValueError: boom on 1. That says nothing"
+    )
+    assert [text for _, text, _ in two_processes(_search, [20, 64], "all")] == [
+        "ValueError: boom on 0", "ValueError: boom on 1",
+    ]  # fmt: skip
+    assert two_processes(_search, [64, 64])[1][1] == "64"  # and they are still together

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,9 +15,11 @@ from loopwright.distributed.nested import (
     convert_outputs_to_fp32,
     convert_to_fp32,
     find_device,
+    flatten,
     honor_type,
     is_namedtuple,
     listify,
+    map_leaves,
     named_leaves,
     named_tensors,
     recursively_apply,
@@ -101,7 +103,7 @@ def test_slicing_and_reading() -> None:
     data = {"a": [torch.arange(4)], "b": torch.ones(2, dtype=torch.bfloat16)}
     assert listify(slice_tensors(data, slice(1, 3))) == {"a": [[1, 2]], "b": [1.0]}
     assert listify([torch.tensor(3), "text"]) == [3, "text"]
-    with pytest.raises(TypeError, match=r"slice_tensors got a int \(3\)\. Expected tensors, or"):
+    with pytest.raises(TypeError, match=r"slice_tensors got a int \(3\) at \[0\]\. Expected tensors, or"):
         slice_tensors([3], slice(0, 1))
 
 
@@ -122,3 +124,55 @@ def test_leaves_are_named_by_how_they_are_reached() -> None:
 def test_the_first_tensors_device() -> None:
     assert find_device({"a": ["text", (3, torch.ones(1, device="meta"))]}) == torch.device("meta")
     assert find_device(["text"]) is None
+
+
+@dataclass
+class Batch:
+    """A user's batch, with a field that is made from another one."""
+
+    x: Any
+    more: Any = None
+    total: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.total = int(self.x.sum()) if isinstance(self.x, Tensor) else 0
+
+
+def test_leaves_of_dataclasses_are_changed_with_their_positions() -> None:
+    data = {"b": Batch(torch.arange(3), Pair(1, [2])), 0: "text"}
+    seen: list[str] = []
+
+    def double(name: str, leaf: Any) -> Any:
+        seen.append(name)
+        return leaf * 2
+
+    out = map_leaves(data, double, "batch")
+    assert seen == ["batch['b'].x", "batch['b'].more[0]", "batch['b'].more[1][0]", "batch[0]"]
+    assert out["b"].x.tolist() == [0, 2, 4]
+    assert (out["b"].more, out["b"].total, out[0]) == (Pair(2, [4]), 6, "texttext")
+    assert data["b"].total == 3  # type: ignore[union-attr]
+
+
+def test_flat_leaves_are_in_the_order_of_their_positions() -> None:
+    data = {"b": [10, 11], "a": Pair(0, {"z": 2, "y": 1})}
+    leaves, rebuild = flatten(data)
+    assert [leaf for _, leaf in leaves] == [0, 1, 2, 10, 11]
+    assert [name for name, _ in leaves] == ["['a'][0]", "['a'][1]['y']", "['a'][1]['z']", "['b'][0]", "['b'][1]"]
+    out = rebuild([leaf + 100 for _, leaf in leaves])
+    assert out == {"b": [110, 111], "a": Pair(100, {"z": 102, "y": 101})}
+    assert list(out) == ["b", "a"]
+    assert list(out["a"].right) == ["z", "y"]
+    assert flatten(3)[0] == [("", 3)]
+    assert flatten([])[1]([]) == []
+
+
+def test_dataclasses_are_joined_and_sliced() -> None:
+    joined = concatenate(
+        [Batch(torch.tensor([1]), {"m": torch.tensor([2])}), Batch(torch.tensor([3]), {"m": torch.ones(2)})]
+    )
+    assert joined.x.tolist() == [1, 3]
+    assert joined.more["m"].tolist() == [2, 1, 1]
+    assert joined.total == 4
+    assert slice_tensors(joined, slice(1, 2)).x.tolist() == [3]
+    with pytest.raises(TypeError, match=r"slice_tensors got a NoneType \(None\) at \.more\. Expected tensors"):
+        slice_tensors(Batch(torch.ones(1)), slice(1))

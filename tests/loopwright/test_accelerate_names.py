@@ -8,25 +8,33 @@ import inspect
 
 import pytest
 
+import loopwright.launchers
+import loopwright.local_sgd
 import loopwright.logging
+import loopwright.state
 import loopwright.tracking
 import loopwright.utils
 from loopwright.trainer.accelerator import Accelerator
 
-MODULES = [loopwright.utils, loopwright.logging, loopwright.tracking]
+MODULES = [
+    loopwright.launchers,
+    loopwright.local_sgd,
+    loopwright.logging,
+    loopwright.state,
+    loopwright.tracking,
+    loopwright.utils,
+]
 
 # Names that Accelerate does not have in these modules.
 OWN_UTILS = {"PartialState", "clear_device_cache", "should_reduce_batch_size"}
 
-# What this version does not have of Accelerate's class: each belongs to states on disk, to several processes, or to
-# backends that come later.
+# What this version does not have of Accelerate's class: each belongs to states on disk, or to backends that come later.
 LATER = {
     "context_parallel_rank", "data_parallel_rank", "data_parallel_shard_rank", "deepspeed_plugin",
-    "deepspeed_ulysses_dl_adapter", "fp8_backend",
-    "is_composable_parallelism_enabled", "is_fsdp2", "load_state", "lomo_backward", "maybe_context_parallel",
-    "parallelism_config", "pipeline_parallel_rank", "profile", "register_load_state_pre_hook",
-    "register_save_state_pre_hook", "save", "save_iteration", "save_state", "should_save_model",
-    "tensor_parallel_rank", "torch_device_mesh", "trigger_sync_in_backward", "verify_device_map",
+    "deepspeed_ulysses_dl_adapter", "fp8_backend", "is_composable_parallelism_enabled", "is_fsdp2", "load_state",
+    "lomo_backward", "maybe_context_parallel", "parallelism_config", "pipeline_parallel_rank",
+    "register_load_state_pre_hook", "register_save_state_pre_hook", "save_iteration", "save_state",
+    "tensor_parallel_rank", "torch_device_mesh",
 }  # fmt: skip
 
 
@@ -38,6 +46,10 @@ ABSENT = {
         "TrackioTracker", "filter_trackers", "get_available_trackers", "register_tracker_class",
     },
     "logging": set[str](),
+    "launchers": {"ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION", "test_launch"},
+    "local_sgd": set[str](),
+    # Accelerate's singletons, and what they are made with.
+    "state": {"AcceleratorState", "ThreadLocalSharedDict", "do_nothing", "is_initialized"},
 }  # fmt: skip
 
 

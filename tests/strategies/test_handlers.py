@@ -24,6 +24,9 @@ def test_only_what_differs_from_the_defaults_is_handed_on() -> None:
     assert GradScalerKwargs(init_scale=1024.0, growth_interval=2000).to_kwargs() == {"init_scale": 1024.0}
     assert AutocastKwargs(cache_enabled=True).to_kwargs() == {"cache_enabled": True}
     assert DistributedDataParallelKwargs(find_unused_parameters=True).to_kwargs() == {"find_unused_parameters": True}
+    hooked = DistributedDataParallelKwargs(bucket_cap_mb=5, comm_hook="power_sgd", comm_wrapper="bf16")
+    assert hooked.to_kwargs() == {"bucket_cap_mb": 5}
+    assert hooked.to_dict()["comm_hook"] == "power_sgd"
     assert InitProcessGroupKwargs(timeout=timedelta(seconds=5)).to_kwargs() == {"timeout": timedelta(seconds=5)}
 
 

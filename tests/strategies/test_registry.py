@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from loopwright.distributed.errors import ConfigError
 from loopwright.strategies import registry
+from loopwright.strategies.ddp import DDPStrategy
 from loopwright.strategies.registry import create_strategy, register_strategy
 from loopwright.strategies.single import SingleDeviceStrategy
 from loopwright.strategies.strategy import Strategy
@@ -31,13 +32,30 @@ class Slow(Strategy):
         super().__init__()
         self.seconds = seconds
 
-    def setup(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
+    def setup(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], method: str | None = "forward"
+    ) -> tuple[nn.Module, list[Optimizer]]:
         return model, list(optimizers)
 
 
 @pytest.mark.parametrize("spec", ["single", "auto", {"name": "single"}, {"name": "auto"}])
 def test_words_of_the_single_device(spec: Any) -> None:
     assert type(create_strategy(spec)) is SingleDeviceStrategy
+
+
+@pytest.mark.parametrize("spec", ["ddp", {"name": "ddp"}])
+def test_words_of_copies_in_each_process(spec: Any) -> None:
+    assert type(create_strategy(spec)) is DDPStrategy
+
+
+def test_what_auto_means() -> None:
+    assert type(create_strategy("auto", num_processes=2)) is DDPStrategy
+    strategy = create_strategy({"name": "auto", "find_unused_parameters": True, "comm_hook": "bf16"}, 2)
+    assert isinstance(strategy, DDPStrategy)
+    assert strategy.settings.to_kwargs() == {"find_unused_parameters": True}
+    assert strategy.settings.comm_hook == "bf16"
+    with pytest.raises(ConfigError, match=r"strategy='ddp' does not take these options \(speed=2\): .*'speed'"):
+        create_strategy({"name": "ddp", "speed": 2})
 
 
 def test_an_object_is_itself() -> None:
@@ -56,7 +74,7 @@ def test_a_registered_word_takes_options() -> None:
 
 
 @pytest.mark.usefixtures("own_words")
-@pytest.mark.parametrize("word", ["single", "auto", "slow"])
+@pytest.mark.parametrize("word", ["single", "auto", "ddp", "slow"])
 def test_a_word_that_is_taken(word: str) -> None:
     register_strategy("slow")(Slow)
     with pytest.raises(ConfigError, match=rf"register_strategy\('{word}'\): this word is taken\. Choose another"):
@@ -66,7 +84,7 @@ def test_a_word_that_is_taken(word: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("singel", r"strategy='singel' is unknown\. Did you mean 'single'\? Accepted: auto, single\.$"),
+        ("singel", r"strategy='singel' is unknown\. Did you mean 'single'\? Accepted: auto, ddp, single\.$"),
         ("mine.Fast", r"strategy='mine\.Fast' is unknown\. .* write \{class_path: mine\.Fast\}"),
         ({"nome": "single"}, r"strategy=\{'nome': 'single'\} has no 'name'"),
         (3, r"strategy=3\. Expected a word, a mapping with 'name', or a Strategy object"),

@@ -95,6 +95,7 @@ def test_methods_of_the_base_do_nothing(tmp_path: Path) -> None:
 def test_other_processes_than_the_main_one_skip_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = Documented()
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     tracker.log({"loss": 1.0}, 1)
     tracker.main_process_only = False
     tracker.log({"loss": 2.0}, 2)

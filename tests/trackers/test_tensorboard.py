@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 from tensorboard.plugins.hparams.api_pb2 import Status as SessionStatus  # type: ignore[import-untyped]
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # type: ignore[import-untyped]
 
-from loopwright.distributed.errors import ConfigError
+from loopwright.distributed.errors import ConfigError, TrackerError
 from loopwright.trackers.tensorboard import TensorBoardTracker
 from loopwright.trackers.tracker import RunInfo, Tracker
 
@@ -92,6 +93,22 @@ def test_scalars_are_32_bit_floats(run: RunInfo) -> None:
     events = open_events(run.directory)
     found = {tag: events.Scalars(tag)[0].value for tag in ("count", "third", "huge")}
     assert found == {"count": 2.0**24, "third": 0.3333333432674408, "huge": float("inf")}
+
+
+def test_pictures_and_the_writer_itself(run: RunInfo) -> None:
+    tracker = TensorBoardTracker()
+    assert tracker.tracker is None
+    with pytest.raises(TrackerError, match=r"TensorBoardTracker\.log was called while no run is open"):
+        tracker.log_images({"digits": torch.zeros(2, 1, 4, 4)})
+    tracker.start(run, {})
+    tracker.log_images({"digits": torch.zeros(2, 1, 4, 4)}, step=3)
+    assert tracker.tracker is not None
+    tracker.tracker.add_scalar("own", 1.0, 3)
+    tracker.finish("success")
+    events = open_events(run.directory)
+    (picture,) = events.Images("digits")
+    assert (picture.step, picture.width, picture.height) == (3, 8, 4)
+    assert [event.value for event in events.Scalars("own")] == [1.0]
 
 
 def test_directory_is_where_it_writes(run: RunInfo, tmp_path: Path) -> None:

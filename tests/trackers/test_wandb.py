@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from loopwright.trackers.names import original_name
 from loopwright.trackers.tracker import RunInfo, Tracker
@@ -93,7 +94,9 @@ def test_an_active_run_is_joined_and_left_open(tmp_path: Path, wandb: Any) -> No
     run = RunInfo("one", "digits", tmp_path / "one")
     tracker = WandbTracker()
     tracker.start(run, {"lr": 0.5, "width": 64})
+    assert tracker.tracker is theirs
     tracker.log({"loss": 0.5}, 3)
+    tracker.log_images({"digits": [torch.zeros(4, 4, 1).numpy()]}, 4)
     tracker.finish("success")
     assert wandb.run is theirs
     assert run.run_ids == {"wandb": theirs.id}
@@ -101,5 +104,7 @@ def test_an_active_run_is_joined_and_left_open(tmp_path: Path, wandb: Any) -> No
     theirs.finish()
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     wandb.teardown()
-    (row,) = history(list(read_records(path)))
+    row, pictures = history(list(read_records(path)))
     assert (row["loss"], row["step"]) == (0.5, 3)
+    assert ("digits" in pictures, pictures["step"]) == (True, 4)
+    assert len(list(tmp_path.rglob("media/images/*.png"))) == 1

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
 import re
 import weakref
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load, load_file
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
@@ -19,8 +22,9 @@ from loopwright.checkpoint.weights import load_weights
 from loopwright.data.combined import CombinedLoader
 from loopwright.data.configuration import DataLoaderConfiguration
 from loopwright.data.loader import PreparedLoader
-from loopwright.distributed.errors import ConfigError
+from loopwright.distributed.errors import CheckpointError, ConfigError
 from loopwright.distributed.kinds import DistributedType
+from loopwright.distributed.process import ProcessState
 from loopwright.strategies.gradient_state import GradientAccumulationPlugin
 from loopwright.strategies.handlers import AutocastKwargs, GradScalerKwargs
 from loopwright.strategies.optimizer import GatedOptimizer
@@ -56,6 +60,18 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
 def test_f40_arguments_that_can_not_be_used_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Accelerator(**arguments)
+
+
+def test_even_batches_may_be_set_for_the_loaders_to_come() -> None:
+    accelerator = Accelerator()
+    accelerator.even_batches = False
+    assert not accelerator.even_batches
+    assert not accelerator.dataloader_config.even_batches
+
+
+def test_a_process_that_is_known_already_is_taken() -> None:
+    process = ProcessState(cpu=True, connects=False)
+    assert Accelerator(process=process).state is process
 
 
 def test_what_asks_for_nothing_is_accepted() -> None:
@@ -306,6 +322,47 @@ def test_save_model_says_what_it_can_not_do(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").exists()
 
 
+def test_save_writes_any_object_whole(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    accelerator.save({"a": [1, 2]}, tmp_path / "new" / "object.pt")
+    assert torch.load(tmp_path / "new" / "object.pt") == {"a": [1, 2]}
+    buffer = io.BytesIO()
+    accelerator.save([3], buffer)
+    buffer.seek(0)
+    assert torch.load(buffer) == [3]
+    assert accelerator.should_save_model
+    with pytest.raises(AttributeError, match="pickle"):
+        accelerator.save(lambda: 1, tmp_path / "broken.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_save_writes_safetensors_where_asked_to(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    weight = torch.arange(4.0)
+    state = OrderedDict(first=weight, tied=weight, turned=torch.ones(2, 3).t())
+    accelerator.save(state, tmp_path / "weights.safetensors", safe_serialization=True)
+    buffer = io.BytesIO()
+    accelerator.save(state, buffer, safe_serialization=True)
+    for loaded in (load_file(tmp_path / "weights.safetensors"), load(buffer.getvalue())):
+        assert loaded.keys() == {"first", "turned"}
+        assert torch.equal(loaded["turned"], state["turned"])
+    with pytest.raises(ConfigError, match=r"save\(safe_serialization=True\) got a dict\. Expected a mapping of"):
+        accelerator.save({"a": 1}, tmp_path / "no", safe_serialization=True)
+    with pytest.raises(CheckpointError, match=r"the weight 'w' can't be stored: it has no values"):
+        accelerator.save({"w": torch.empty(1, device="meta")}, tmp_path / "no", safe_serialization=True)
+    assert not (tmp_path / "no").exists()
+
+
+def test_verify_device_map_finds_parts_on_several_devices() -> None:
+    accelerator = Accelerator()
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    assert not accelerator.verify_device_map(model)
+    model[1].hf_device_map = {"": "cpu"}  # type: ignore[assignment]
+    assert not accelerator.verify_device_map(model)
+    model[1].hf_device_map = {"a": "cpu", "b": "disk"}  # type: ignore[assignment]
+    assert accelerator.verify_device_map(model)
+
+
 def test_register_for_checkpointing_names_what_has_no_state() -> None:
     accelerator = Accelerator()
     accelerator.register_for_checkpointing(nn.Linear(1, 1))
@@ -316,6 +373,7 @@ def test_register_for_checkpointing_names_what_has_no_state() -> None:
 def test_the_one_process_is_every_kind_of_process(capsys: pytest.CaptureFixture[str]) -> None:
     accelerator = Accelerator(cpu=True)
     assert (accelerator.num_processes, accelerator.process_index, accelerator.local_process_index) == (1, 0, 0)
+    assert accelerator.process is accelerator.state
     assert accelerator.is_main_process and accelerator.is_local_main_process and accelerator.is_last_process
     assert not accelerator.use_distributed and not accelerator.multi_device
     assert accelerator.distributed_type == DistributedType.NO == "NO"

@@ -10,6 +10,7 @@ import torch
 
 from loopwright.distributed.errors import ConfigError, TrackerError
 from loopwright.trackers.csv import CSVTracker
+from loopwright.trackers.kinds import LoggerType
 from loopwright.trackers.memory import MemoryTracker
 from loopwright.trainer.accelerator import Accelerator
 
@@ -37,6 +38,7 @@ def test_without_trackers_logging_does_nothing() -> None:
     accelerator.log({"loss": 1.0}, step=3)
     accelerator.end_training()
     assert accelerator.trackers == []
+    accelerator.get_tracker("wandb").log({"loss": 1.0}, step=3)
     assert list(Path().iterdir()) == []
 
 
@@ -58,6 +60,16 @@ def test_the_run_may_have_a_name_of_its_own() -> None:
     assert (memory.runs[0].info.name, memory.runs[0].info.project) == ("first", "digits")
     assert memory.runs[0].info.directory == Path("work/digits")
     accelerator.end_training()
+
+
+@pytest.mark.parametrize("word", [LoggerType.TENSORBOARD, "tensorboard"])
+def test_trackers_are_named_by_accelerates_words(word: str, tmp_path: Path) -> None:
+    accelerator = Accelerator(log_with=[word], project_dir=tmp_path)
+    accelerator.init_trackers("digits")
+    assert accelerator.get_tracker("tensorboard", unwrap=True).log_dir == str(tmp_path / "digits")
+    accelerator.end_training()
+    with pytest.raises(ConfigError, match=r"trackers='aim' is unknown"):
+        Accelerator(log_with=LoggerType.AIM)
 
 
 def test_a_second_run_may_follow_the_first() -> None:

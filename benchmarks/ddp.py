@@ -1,0 +1,181 @@
+"""What a step costs on two processes over hand-written DDP, and what is sent in it; all loops in one run.
+
+`python benchmarks/ddp.py [--rounds 15] [--quick] [--only trainer] [--workloads small,medium] [--parts sends,time]`
+
+It starts its processes itself. The loops take turns in each round, from another start each time. Time is the median of
+the steps of a round, of 4 batches each; a ratio is formed within its round, and the median of the rounds is shown. Only
+ratios of one run mean anything. "DDP by hand, again" shows the noise. What is sent is counted by torch's profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from loops import Loop
+from report import machine, table
+from ticks import WARM_STEPS
+from workloads import WORKLOADS, Workload
+
+PROCESSES = 2
+ACCUMULATE = 4
+COUNTED_STEPS = 20
+HAND = "DDP by hand"
+LOOPS = (
+    Loop(name=HAND, module="ddp_loops", function="run_hand_written"),
+    Loop(name=f"{HAND}, again", module="ddp_loops", function="run_hand_written"),
+    Loop(name="Loopwright Trainer", module="ddp_loops", function="run_trainer_ddp"),
+    Loop(name="Loopwright Trainer + log", module="ddp_loops", function="run_trainer_ddp_log"),
+    Loop(name="Loopwright Accelerator", module="ddp_loops", function="run_accelerator_ddp"),
+)
+WORK = {
+    "small": replace(WORKLOADS["tiny"], name="small", accumulate=ACCUMULATE, block_steps=150),
+    "medium": replace(WORKLOADS["mid"], name="medium", accumulate=ACCUMULATE, block_steps=10),
+}
+
+
+class StepClock:
+    """Keeps when each batch began; the time of a step is the distance of two, so it holds all that a loop does."""
+
+    def __init__(self) -> None:
+        self._moments: list[float] = []
+
+    def tick(self) -> None:
+        """Note the time."""
+        self._moments.append(perf_counter())
+
+    def median_seconds(self) -> float:
+        """The median time of an optimizer step. The first steps, in which DDP orders its buckets, are left out."""
+        starts = self._moments[::ACCUMULATE]
+        return median(later - earlier for earlier, later in pairwise(starts[2:]))
+
+
+class SendCounter:
+    """Counts the collectives of `COUNTED_STEPS` optimizer steps by their names."""
+
+    def __init__(self) -> None:
+        self._batch = 0
+        self._profiler: torch.profiler.profile | None = None
+        self.counts: Counter[str] = Counter()
+
+    def tick(self) -> None:
+        """Begin or end counting at the batch where it is due."""
+        if self._batch == WARM_STEPS * ACCUMULATE:
+            self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            self._profiler.start()
+        elif self._batch == (WARM_STEPS + COUNTED_STEPS) * ACCUMULATE and self._profiler is not None:
+            self._profiler.stop()
+            names = (event.name for event in self._profiler.events() if event.name.startswith("gloo:"))
+            self.counts = Counter(name.removeprefix("gloo:") for name in names)
+        self._batch += 1
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15, help="rounds per workload")
+    parser.add_argument("--quick", action="store_true", help="three short rounds: for a first look")
+    parser.add_argument("--only", default="", help="loops whose name has one of these words (by hand is always there)")
+    parser.add_argument("--workloads", default="small,medium", help="which of small, medium are timed")
+    parser.add_argument("--parts", default="sends,time", help="which parts are measured")
+    return parser.parse_args()
+
+
+def chosen(words: str) -> Sequence[Loop]:
+    """The loops that `--only` names, the one by hand first."""
+    asked = [word.strip().lower() for word in words.split(",") if word.strip()]
+    return [
+        loop for loop in LOOPS if loop.name == HAND or not asked or any(word in loop.name.lower() for word in asked)
+    ]
+
+
+def count_sends(loop: Loop, work: Workload) -> Counter[str]:
+    """The collectives of this process by name."""
+    counter = SendCounter()
+    dist.barrier()
+    loop.run(work, counter, WARM_STEPS + COUNTED_STEPS + 2)
+    return counter.counts
+
+
+def time_rounds(loops: Sequence[Loop], work: Workload, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Time each loop once a round; the loop that begins moves on by one each round.
+
+    Returns:
+        For each loop's name the seconds per optimizer step in each round.
+    """
+    seconds: dict[str, list[float]] = {loop.name: [] for loop in loops}
+    for turn in range(-1, rounds):
+        first = max(turn, 0) % len(loops)
+        for loop in (*loops[first:], *loops[:first]):
+            clock = StepClock()
+            gc.collect()  # what the loop before left behind is not this one's
+            dist.barrier()
+            loop.run(work, clock, steps)
+            if turn >= 0:  # the round before the first one warms up: imports, caches, allocator
+                seconds[loop.name].append(clock.median_seconds())
+    return seconds
+
+
+def sends_report(counts: dict[str, Counter[str]]) -> str:
+    """What each loop sends in an optimizer step of `ACCUMULATE` batches."""
+    kinds = sorted({kind for counter in counts.values() for kind in counter} | {"all_reduce"})
+    rows = [(name, *(f"{counter[kind] / COUNTED_STEPS:.2f}" for kind in kinds)) for name, counter in counts.items()]
+    title = f"\n## Collectives per optimizer step of {ACCUMULATE} batches, small model (one bucket)\n\n"
+    return title + table(("loop", *kinds), rows)
+
+
+def time_report(name: str, seconds: dict[str, list[float]]) -> str:
+    """Each loop's time over that of the loop by hand in the same round."""
+    base = seconds[HAND]
+    rows = []
+    for loop, times in seconds.items():
+        ratios = [time / own for time, own in zip(times, base, strict=True)]
+        over = median(time - own for time, own in zip(times, base, strict=True))
+        rows.append((loop, *(f"{of(ratios):.3f}" for of in (median, min, max)), f"{over * 1e6:+.0f}"))
+    title = f"\n## Time per optimizer step, {name}: by hand {median(base) * 1e6:.0f} us, {len(base)} rounds\n\n"
+    return title + table(("loop", "median", "min", "max", "over by hand, us"), rows)
+
+
+def work_in_process(options: argparse.Namespace) -> None:
+    """Measure in this process of the group; process 0 prints."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    loops, parts, is_main = chosen(options.only), options.parts.split(","), dist.get_rank() == 0
+    if is_main:
+        print(f"{machine()}; {PROCESSES} processes over gloo")
+    if "sends" in parts:
+        counts = {loop.name: count_sends(loop, WORK["small"]) for loop in loops}
+        if is_main:
+            print(sends_report(counts), flush=True)
+    for name in options.workloads.split(",") if "time" in parts else ():
+        work = WORK[name]
+        steps = max(work.block_steps // 3, 6) if options.quick else work.block_steps
+        seconds = time_rounds(loops, work, 3 if options.quick else options.rounds, steps)
+        if is_main:
+            print(time_report(name, seconds), flush=True)
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Start the processes, or be one of them. Returns the exit code."""
+    options = parse()
+    if "RANK" in os.environ:
+        work_in_process(options)
+        return 0
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
+    return subprocess.run([*launcher, *sys.argv], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""`DispatchedLoader`: the main process alone reads the data, and hands each process its batches."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..distributed.errors import DataError
+from ..distributed.exchange import broadcast_encoded, control_device
+from ..distributed.nested import recursively_apply
+from ..distributed.watch import collective
+from .joining import SliceFunction, can_be_joined, completed, parts_of, samples_in
+from .sizes import find_batch_size
+
+_END = object()
+_OPERATION = "handing out a batch"
+
+
+@dataclass(frozen=True, slots=True)
+class _Blank:
+    """What stands for a tensor while the nesting of a batch is sent."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def filled_up(self, pins: bool) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, pin_memory=pins)
+
+
+class _Message(NamedTuple):
+    """What the main process says before each round: one field is set, none at the end of the pass."""
+
+    batches: list[Any] | None = None
+    """Each process's batch, with blanks for its tensors."""
+    real_samples: int = -1
+    error: str | None = None
+
+
+class DispatchedLoader:
+    """One process's batches of a loader that the main process alone reads. Iterating it is collective.
+
+    Rounds are dealt by whole batches; the last one, if its batches are not as long as the others, is joined, filled up
+    with the first samples of the pass, and cut into equal parts.
+
+    Args:
+        loader: any iterable of batches of tensors; only the main process iterates it.
+        num_processes: how many processes there are.
+        process_index: the index of this one.
+        split_batches: each batch is cut into as many parts as there are processes.
+        drop_last: leave out the last round if it is not full.
+        slice_fn: cuts the parts; see `parts_of`. Each round is joined then.
+        pins: whether received batches are put into pinned memory.
+    """
+
+    is_even = True
+    even_batches = True
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        num_processes: int,
+        process_index: int,
+        *,
+        split_batches: bool = False,
+        drop_last: bool = False,
+        slice_fn: SliceFunction | None = None,
+        pins: bool = False,
+    ) -> None:
+        self.loader = loader
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.drop_last = drop_last
+        self.slice_fn = slice_fn
+        self.pins = pins
+        self.real_samples = -1
+        """Samples in the last round over all processes, without those that fill it up; -1 while it is not known."""
+        self._position: Any = None
+        """The loader's state after the last round that was handed out, where it is stateful."""
+
+    @property
+    def dataset(self) -> Any:
+        """The loader's dataset. Raises AttributeError where it has none."""
+        return self.loader.dataset  # type: ignore[attr-defined]
+
+    def __len__(self) -> int:
+        """Batches that each process gets. Raises TypeError where the loader has no length."""
+        total = len(self.loader)  # type: ignore[arg-type]
+        if self.split_batches:
+            return total
+        return total // self.num_processes if self.drop_last else -(-total // self.num_processes)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.iterate_from(0)
+
+    def iterate_from(self, num_skipped: int) -> Iterator[Any]:
+        """A pass that begins `num_skipped` batches of each process later; they are read, but not sent. Collective."""
+        self.real_samples = -1
+        return self._hand_out(num_skipped) if self.process_index == 0 else self._receive()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last round that was handed out; empty except on the main process. Local."""
+        if self.process_index:
+            return {}
+        state: dict[str, Any] = self.loader.state_dict() if self._position is None else self._position  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the round that the state was saved at, in the next pass. Local."""
+        self._position = None
+        if self.process_index == 0:
+            self.loader.load_state_dict(state)  # type: ignore[attr-defined]
+
+    def _hand_out(self, num_skipped: int) -> Iterator[Any]:
+        rounds = islice(self._rounds(), num_skipped, None)
+        while True:
+            try:
+                parts, real_samples = next(rounds, (None, 0))
+                message = _Message() if parts is None else _Message(_blanks_of(parts), real_samples)
+            except Exception as error:
+                _say(_Message(error=f"{type(error).__name__}: {error}"))
+                raise
+            _say(message)
+            if parts is None:
+                return
+            self.real_samples = real_samples
+            _send(parts)
+            yield parts[0]
+
+    def _receive(self) -> Iterator[Any]:
+        while True:
+            message = _hear()
+            if message.error is not None:
+                raise DataError(f"the main process could not read the next batch, and so none came: {message.error}")
+            if message.batches is None:
+                return
+            self.real_samples = message.real_samples
+            yield _received(message.batches[self.process_index], self.pins)
+
+    def _rounds(self) -> Iterator[tuple[list[Any], int]]:
+        """Each process's batch and the number of real samples, round by round. One batch is read ahead."""
+        iterator = iter(self.loader)
+        per_round = 1 if self.split_batches else self.num_processes
+        first: list[Any] = []
+        ahead = next(iterator, _END)
+        while ahead is not _END:
+            batches = [ahead, *islice(iterator, per_round - 1)]
+            is_full = len(batches) == per_round
+            if self.drop_last and not is_full:
+                return
+            position = self._read_position()
+            ahead = next(iterator, _END) if is_full else _END
+            first = first or batches
+            parts = self._parts(batches, first, is_last=ahead is _END)
+            self._position = position if ahead is not _END else self._read_position()
+            yield parts
+
+    def _parts(self, batches: list[Any], first: list[Any], *, is_last: bool) -> tuple[list[Any], int]:
+        count = self.num_processes
+        if self.split_batches or self.slice_fn is not None:
+            return parts_of(batches, first, count, self.slice_fn)
+        is_full = len(batches) == count
+        if is_full and not is_last:
+            return batches, samples_in(batches)
+        # Batches that can't be joined are not cut: nothing that was read may end a pass.
+        if not can_be_joined([*batches, *first]) or (is_full and len({find_batch_size(b) for b in batches}) == 1):
+            return completed(batches, first, count), samples_in(batches)
+        return parts_of(batches, first, count)
+
+    def _read_position(self) -> Any:
+        read = getattr(self.loader, "state_dict", None)
+        return read() if callable(read) else None
+
+
+def _say(message: _Message) -> None:
+    broadcast_encoded(lambda: pickle.dumps(message), 0, _OPERATION)
+
+
+def _hear() -> _Message:
+    message: _Message = pickle.loads(broadcast_encoded(lambda: b"", 0, _OPERATION))
+    return message
+
+
+def _blanks_of(parts: Sequence[Any]) -> list[Any]:
+    """The nesting of each batch.
+
+    Raises:
+        DataError: a leaf is no tensor.
+    """
+    try:
+        return [
+            recursively_apply(
+                lambda t: _Blank(tuple(t.shape), t.dtype), part, error_on_other_type=True, operation="dispatching"
+            )
+            for part in parts
+        ]
+    except TypeError as error:
+        raise DataError(
+            f"the main process can't hand out a batch: {error} Collate to tensors alone, or use "
+            "DataLoaderConfiguration(dispatch_batches=False), so that each process reads its own batches."
+        ) from error
+
+
+def _tensors_of(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    recursively_apply(found.append, batch)
+    return found
+
+
+def _send(parts: Sequence[Any]) -> None:
+    """Send each other process its tensors; they go as bytes, whatever their type."""
+    device = control_device()
+    with collective(_OPERATION):
+        buffers = [
+            (tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(device), index)
+            for index, part in enumerate(parts)
+            if index
+            for tensor in _tensors_of(part)
+            if tensor.numel()
+        ]
+        for work in [dist.isend(buffer, index) for buffer, index in buffers]:
+            if work is not None:
+                work.wait()
+
+
+def _received(batch: Any, pins: bool) -> Any:
+    """The batch of this process, whose tensors come in the order of its leaves."""
+    device = control_device()
+
+    def receive(blank: _Blank) -> Tensor:
+        tensor = blank.filled_up(pins)
+        if tensor.numel():
+            buffer = tensor.reshape(-1).view(torch.uint8)
+            arrived = buffer.to(device)  # the same memory where the group speaks CPU
+            dist.recv(arrived, 0)
+            if arrived is not buffer:
+                buffer.copy_(arrived)
+        return tensor
+
+    with collective(_OPERATION):
+        return recursively_apply(receive, batch, test_type=lambda leaf: isinstance(leaf, _Blank))

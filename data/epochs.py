@@ -1,0 +1,127 @@
+"""What worker processes are told: which epoch it is, and which random numbers are theirs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from .shards import IterableDatasetShard
+
+
+class WorkerSeeds:
+    """A generator that a loader draws its workers' seeds from: by (seed, epoch, process) alone. Local.
+
+    Args:
+        seed: the run's.
+        process_index: so that no two processes' workers draw the same numbers.
+    """
+
+    def __init__(self, seed: int, process_index: int) -> None:
+        self.seed = seed
+        self.process_index = process_index
+        self.generator = torch.Generator()
+        self.num_replaced = 0
+        """Loaders that draw from this generator, and drew from torch's own random state before."""
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the seeds of the next pass."""
+        text = f"{self.seed}/{epoch}/{self.process_index}".encode()
+        self.generator.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
+
+    def keep_pace(self) -> None:
+        """Draw from torch's random state what those loaders drew there at the start of a pass.
+
+        So what is drawn afterwards (dropout, ...) is the same as in one process.
+        """
+        for _ in range(self.num_replaced):
+            torch.empty((), dtype=torch.int64).random_()
+
+
+class _EpochInSharedMemory:
+    """Tells a dataset's copies in persistent workers which epoch it is, by a number in shared memory."""
+
+    dataset: Any
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._epoch: Tensor = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._told = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset, and its copies as soon as they are read again."""
+        self._epoch.fill_(epoch)
+        self._told = epoch
+        self.dataset.set_epoch(epoch)
+
+    def _tell(self) -> None:
+        epoch = int(self._epoch)
+        if epoch != self._told:
+            self._told = epoch
+            self.dataset.set_epoch(epoch)
+
+
+class ToldDataset(_EpochInSharedMemory, Dataset[Any]):
+    """A map-style dataset whose copies in persistent workers are told the epoch."""
+
+    def __len__(self) -> int:
+        """Samples in the dataset."""
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        self._tell()
+        return self.dataset[index]
+
+    @property
+    def __getitems__(self) -> Callable[[list[Any]], Any] | None:
+        if getattr(self.dataset, "__getitems__", None) is None:
+            return None
+        self._tell()
+        return self.dataset.__getitems__  # type: ignore[no-any-return]
+
+
+class ToldIterableDataset(_EpochInSharedMemory, IterableDataset[Any]):
+    """An iterable dataset whose copies in persistent workers are told the epoch."""
+
+    def __len__(self) -> int:
+        """Samples in the dataset. Raises TypeError where it has no length."""
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._tell()
+        return iter(self.dataset)
+
+
+class WorkerStart:
+    """A `worker_init_fn` that shows the user's own dataset to the user's own function and to `get_worker_info`.
+
+    Args:
+        worker_init_fn: the user's, or None.
+    """
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+        self.worker_init_fn = worker_init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        # torch guards these against changes; what is shown is what the user gave to the loader.
+        object.__setattr__(info, "dataset", own_dataset(info.dataset))
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker_id)
+
+
+def own_dataset(dataset: Any) -> Any:
+    """The user's dataset, without what was put around it here."""
+    while isinstance(dataset, TELLERS):
+        dataset = dataset.dataset
+    return dataset
+
+
+TELLERS = (_EpochInSharedMemory, IterableDatasetShard)
+"""Datasets around the user's, which tell it the epoch themselves."""

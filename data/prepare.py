@@ -1,0 +1,326 @@
+"""The one way from a user's iterable of batches to a loader of this process."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from ..distributed.errors import ConfigError, DataError
+from ..distributed.exchange import exchange
+from .combined import CombinedLoader
+from .configuration import DataLoaderConfiguration
+from .counting import CountingCollate
+from .dealing import DealtLoader
+from .dispatch import DispatchedLoader
+from .epochs import ToldDataset, ToldIterableDataset, WorkerSeeds, WorkerStart
+from .joining import SliceFunction
+from .loader import Dealer, PreparedLoader
+from .samplers import seed_of, shuffles, with_samplers, with_seedable_sampler
+from .shards import BatchSamplerShard, DealtSampler, IterableDatasetShard, check_split
+from .sizes import loader_length
+from .stateful import as_stateful
+
+_RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+class Place(Protocol):
+    """A process among others."""
+
+    num_processes: int
+    process_index: int
+
+
+class Presharded:
+    """A loader whose batches are this process's own already: it is not dealt out again.
+
+    Args:
+        loader: any iterable of batches; processes may have different numbers of them.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        """Batches in a pass. Raises TypeError where the loader has no length."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+
+class NativeShard:
+    """Says of a dataset that shards itself that its shards may differ in length."""
+
+    is_even = False
+    real_samples = -1
+
+
+def prepare_loader(
+    loader: Iterable[Any],
+    *,
+    process: Place,
+    configuration: DataLoaderConfiguration,
+    device: torch.device | None,
+    active: list[PreparedLoader],
+    exact: bool = False,
+    slice_fn_for_dispatch: SliceFunction | None = None,
+) -> PreparedLoader:
+    """The loader of this process: its share of the batches, moved to its device, its end known. Collective.
+
+    Args:
+        loader: any iterable of batches, the same on every process; one that is prepared already stays as it is.
+        process: this process's place among all.
+        configuration: how batches are dealt out.
+        device: where batches go; None leaves them where they are.
+        active: the owner's stack of loaders that are being iterated.
+        exact: deal whole batches in turn, none twice and none left out, whatever the configuration says, as an
+            evaluation needs it; processes may get different numbers of batches then.
+        slice_fn_for_dispatch: cuts the parts of what the main process has read; see `parts_of`.
+    Raises:
+        ConfigError: options that don't go together, or batches that can't be split evenly.
+        DataError: no process would get a batch.
+    """
+    if isinstance(loader, PreparedLoader) and loader.num_processes == process.num_processes:
+        if loader.active is active:
+            return loader
+        prepared = loader.attached_to(active)
+        prepared.device = device
+        return prepared
+    preparing = _Preparing(
+        process, configuration, exact=exact, places=device is not None, slice_fn=slice_fn_for_dispatch
+    )
+    ready = preparing.ready(loader)
+    shared, dealer = (ready, None) if process.num_processes == 1 else preparing.share(ready)
+    prepared = PreparedLoader(
+        shared,
+        device=device,
+        active=active,
+        non_blocking=configuration.non_blocking,
+        num_processes=process.num_processes,
+        dealer=dealer,
+    )
+    prepared.counts_samples = isinstance(getattr(shared, "collate_fn", None), CountingCollate)
+    prepared.shared_generators = preparing.generators
+    prepared.worker_seeds = preparing.worker_seeds
+    return prepared
+
+
+class _Preparing:
+    """The steps from a loader to this process's share of it."""
+
+    def __init__(
+        self,
+        process: Place,
+        configuration: DataLoaderConfiguration,
+        *,
+        exact: bool,
+        places: bool,
+        slice_fn: SliceFunction | None,
+    ) -> None:
+        self.configuration = configuration
+        self.exact = exact
+        self.places = places
+        self.slice_fn = slice_fn
+        self.count = process.num_processes
+        self.index = process.process_index
+        self.generators: list[torch.Generator] = []
+        self.worker_seeds: WorkerSeeds | None = None
+
+    def ready(self, loader: Any) -> Any:
+        """The loader as it is shared: shuffling alike on all processes, with workers that are told the epoch."""
+        if isinstance(loader, CombinedLoader):
+            parts = [self.ready(part) for part in loader.loaders]
+            is_same = all(part is own for part, own in zip(parts, loader.loaders, strict=True))
+            return loader if is_same else loader.with_loaders(parts)
+        if not isinstance(loader, DataLoader):
+            return loader
+        if shuffles(loader) and self.configuration.use_seedable_sampler:
+            loader = with_seedable_sampler(loader, self._agreed_seed(loader))
+        elif self.count > 1:
+            loader = self._with_shared_generator(loader)
+        loader = _with_told_workers(loader)
+        if self.count > 1:
+            if self.worker_seeds is None:
+                seed = self.configuration.data_seed
+                self.worker_seeds = WorkerSeeds(torch.initial_seed() if seed is None else seed, self.index)
+            self.worker_seeds.num_replaced += loader.generator is None
+            loader = with_samplers(loader, generator=self.worker_seeds.generator)
+        return as_stateful(loader) if self.configuration.use_stateful_dataloader else loader
+
+    def share(self, loader: Any) -> tuple[Any, Dealer]:
+        """This process's share of the loader, and what deals it."""
+        if isinstance(loader, Presharded):
+            return loader.loader, NativeShard()
+        is_loader = isinstance(loader, DataLoader)
+        is_stream = is_loader and isinstance(loader.dataset, IterableDataset)
+        if self.exact:
+            return self._share_exactly(loader, by_index=is_loader and not is_stream)
+        self._check_rounds(loader)
+        if self._dispatches(is_stream):
+            return self._dispatched(loader)
+        if not is_loader or (is_stream and loader.batch_size is None):
+            return self._dealt(loader)
+        return self._sharded_stream(loader) if is_stream else self._sharded(loader)
+
+    def _share_exactly(self, loader: Any, *, by_index: bool) -> tuple[Any, Dealer]:
+        if not by_index:
+            dealt = DealtLoader(loader, self.count, self.index, even_batches=False)
+            return dealt, dealt
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        sampler = DealtSampler(getattr(loader, name), self.count, self.index)
+        return with_samplers(loader, **{name: sampler}), sampler
+
+    def _sharded(self, loader: DataLoader[Any]) -> tuple[Any, Dealer]:
+        """A map-style loader whose indices are shared."""
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        shard = BatchSamplerShard(
+            getattr(loader, name),
+            self.count,
+            self.index,
+            self.configuration.split_batches,
+            self.configuration.even_batches,
+        )
+        return with_samplers(loader, **{name: shard}), shard
+
+    def _sharded_stream(self, loader: DataLoader[Any]) -> tuple[Any, Dealer]:
+        """A loader of an iterable dataset, of which each process reads all, or its own part where it has parts."""
+        split, size = self.configuration.split_batches, loader.batch_size
+        assert size is not None
+        if not split and _num_shards(loader.dataset) >= self.count:
+            part = loader.dataset.shard(self.count, self.index)  # type: ignore[attr-defined]
+            return with_samplers(loader, dataset=part), NativeShard()
+        shard = IterableDatasetShard(
+            loader.dataset,
+            size,
+            loader.drop_last,
+            self.count,
+            self.index,
+            split,
+            even_batches=self.configuration.even_batches,
+        )
+        size = size // self.count if split else size
+        batches = BatchSampler(loader.sampler, size, loader.drop_last)
+        collate = CountingCollate(loader.collate_fn, shard)
+        start = WorkerStart(loader.worker_init_fn)
+        clone = with_samplers(
+            loader, dataset=shard, batch_sampler=batches, batch_size=size, collate_fn=collate, worker_init_fn=start
+        )
+        return clone, shard
+
+    def _dealt(self, loader: Any) -> tuple[Any, Dealer]:
+        """Whole batches of what can't be shared otherwise, in turn."""
+        if isinstance(loader, CombinedLoader) and any(isinstance(part, PreparedLoader) for part in loader.loaders):
+            raise ConfigError(
+                "a CombinedLoader of prepared loaders can't be shared among processes: its loaders are already. "
+                "Combine the loaders first and prepare the CombinedLoader, or iterate it without preparing it."
+            )
+        dealt = DealtLoader(
+            loader,
+            self.count,
+            self.index,
+            split_batches=self.configuration.split_batches,
+            even_batches=self.configuration.even_batches,
+            drop_last=bool(getattr(loader, "drop_last", False)),
+        )
+        return dealt, dealt
+
+    def _dispatches(self, is_stream: bool) -> bool:
+        wanted = self.configuration.dispatch_batches
+        if wanted and not self.places:
+            raise ConfigError(
+                "dispatch_batches=True for a loader whose batches stay where they are (device_placement=False). Let "
+                "them be moved to the device, or leave dispatch_batches out."
+            )
+        return (is_stream and self.places) if wanted is None else wanted
+
+    def _dispatched(self, loader: Any) -> tuple[Any, Dealer]:
+        if not self.configuration.even_batches:
+            warnings.warn(
+                "even_batches=False has no effect on a loader that the main process reads for all: its last round is "
+                "always completed. Use dispatch_batches=False, so that each process reads its own batches.",
+                stacklevel=4,
+            )
+        split, size = self.configuration.split_batches, getattr(loader, "batch_size", None)
+        if split and size is not None and size > 1:
+            check_split(size, self.count, type(loader).__name__)
+        dispatched = DispatchedLoader(
+            loader,
+            self.count,
+            self.index,
+            split_batches=split,
+            drop_last=bool(getattr(loader, "drop_last", False)),
+            slice_fn=self.slice_fn,
+            pins=bool(getattr(loader, "pin_memory", False)) and torch.accelerator.is_available(),
+        )
+        return dispatched, dispatched
+
+    def _check_rounds(self, loader: Any) -> None:
+        """Refuse a loader of which drop_last leaves nothing: its only round is not full."""
+        total = loader_length(loader)
+        drops = getattr(loader, "drop_last", False) and not self.configuration.split_batches
+        if drops and total is not None and 0 < total < self.count:
+            raise DataError(
+                f"the {type(loader).__name__} has {total} batches for {self.count} processes, and drop_last=True "
+                "leaves out a round that is not full, so that no process would get one. Use drop_last=False, smaller "
+                "batches, or fewer processes."
+            )
+
+    def _agreed_seed(self, loader: DataLoader[Any]) -> int:
+        """The seed of process 0. Collective, unless the configuration has it."""
+        if self.configuration.data_seed is not None:
+            return self.configuration.data_seed
+        seed = seed_of(loader.sampler)
+        return seed if self.count == 1 else exchange(seed, "agreeing on the order of a loader")[0]
+
+    def _with_shared_generator(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """The loader, its sampler drawing from a generator that is set alike on all processes before each pass.
+
+        A sampler of the user's own class that has no generator stays as it is; it must draw alike by itself.
+        """
+        sampler: Any = loader.sampler
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            self.generators.append(generator)
+            return loader
+        if type(sampler) not in _RANDOM_SAMPLERS or not hasattr(sampler, "generator"):
+            return loader
+        sampler = copy.copy(sampler)
+        sampler.generator = torch.Generator()
+        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+        self.generators.append(sampler.generator)
+        batches: Any = loader.batch_sampler
+        if batches is None or getattr(batches, "sampler", None) is not loader.sampler:
+            return with_samplers(loader, sampler=sampler)
+        batches = copy.copy(batches)
+        batches.sampler = sampler
+        return with_samplers(loader, sampler=sampler, batch_sampler=batches)
+
+
+def _with_told_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The loader, its dataset's copies in persistent workers being told the epoch, if it wants to know."""
+    dataset = loader.dataset
+    is_told = isinstance(dataset, (ToldDataset, ToldIterableDataset))
+    if is_told or not (loader.num_workers and loader.persistent_workers and hasattr(dataset, "set_epoch")):
+        return loader
+    told = ToldIterableDataset(dataset) if isinstance(dataset, IterableDataset) else ToldDataset(dataset)
+    return with_samplers(loader, dataset=told, worker_init_fn=WorkerStart(loader.worker_init_fn))
+
+
+def _num_shards(dataset: Any) -> int:
+    """How many parts the dataset can give by its own `shard`, as those of Hugging Face can; 0: none."""
+    if not callable(getattr(dataset, "shard", None)):
+        return 0
+    number = getattr(dataset, "num_shards", getattr(dataset, "n_shards", 0))
+    return number if isinstance(number, int) else 0

@@ -1,0 +1,71 @@
+"""`Board`: an ordered list of notices that all processes of a group read and write, in the group's store."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+# No operation of the board waits for another process; a store that does not answer for this long is lost.
+PATIENCE = timedelta(seconds=5)
+_PREFIX = "loopwright/watch"
+
+
+class Board:
+    """Notices in the one order that all processes see, and small values beside them.
+
+    It talks over a connection of its own, where torch can open one: another thread may be waiting on the group's.
+
+    Args:
+        store: the store of the group.
+        index: this process's index in the group.
+    """
+
+    def __init__(self, store: Store, index: int) -> None:
+        self._host = store  # the process that holds it keeps it as long as others may ask
+        self._store: Store = store
+        if (clone := getattr(store, "clone", None)) is not None:  # not in the oldest versions of torch
+            self._store = clone()
+            self._store.set_timeout(PATIENCE)
+        # A store may outlive a group. Every process has begun the same number of groups on it.
+        self._prefix = f"{_PREFIX}/{self._store.add(f'{_PREFIX}/begun/{index}', 1)}"
+        self._num_read = 0
+
+    def close(self) -> None:
+        """Let go of the store, so that a later group does not find this one's entries at the same address. Local."""
+        del self._host, self._store
+
+    def post(self, **notice: Any) -> int:
+        """Put a notice at the end of the list. Returns its number. Local."""
+        text = json.dumps(notice)
+        number = self._num_read
+        # Compare and set, so that a process which dies on the way leaves no hole that readers would wait at.
+        while self._store.compare_set(self._key("notice", number), "", text).decode() != text:
+            number += 1
+        return number
+
+    def read(self) -> list[tuple[int, dict[str, Any]]]:
+        """The notices that this process has not read yet, with their numbers. Local."""
+        found = []
+        while (text := self.look_up("notice", self._num_read)) is not None:
+            found.append((self._num_read, json.loads(text)))
+            self._num_read += 1
+        return found
+
+    def put(self, *key: object, text: str) -> None:
+        """Store a value beside the notices. Local."""
+        self._store.set(self._key(*key), text)
+
+    def look_up(self, *key: object) -> str | None:
+        """A stored value, None where there is none yet; never waits. Local."""
+        name = self._key(*key)
+        return self._store.get(name).decode() if self._store.check([name]) else None
+
+    def count(self, *key: object, by: int = 0) -> int:
+        """A counter, after adding to it. Local."""
+        return int(self._store.add(self._key(*key), by))
+
+    def _key(self, *parts: object) -> str:
+        return "/".join([self._prefix, *map(str, parts)])

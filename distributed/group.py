@@ -1,0 +1,139 @@
+"""Joining and leaving the default process group of torch.
+
+torch has one default group per process; this module creates it, or adopts the one that is there, and starts the watch
+over it. CPU tensors always travel over gloo, also where the device has a backend of its own, so that what is exchanged
+between hosts never waits for a device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from . import watch
+from .errors import ConfigError, LaunchError
+from .launched import Place, rendezvous_address
+
+
+class _Joined:
+    """The place that this process has in torch's default group, of which there is one per process."""
+
+    place: Place | None = None
+
+
+def joined_place() -> Place | None:
+    """The place with which this process has joined the group, None without one. Local."""
+    return _Joined.place if is_connected() else None
+
+
+def is_connected() -> bool:
+    """Whether this process is in a group with others. Local."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """This process's index in the group, 0 without one. Local."""
+    return dist.get_rank() if is_connected() else 0
+
+
+def world_size() -> int:
+    """Processes in the group, 1 without one. Local."""
+    return dist.get_world_size() if is_connected() else 1
+
+
+def connect(
+    place: Place,
+    device: torch.device,
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+) -> None:
+    """Join the others in the default group, or adopt the group that there is. Collective.
+
+    Args:
+        place: this process's place.
+        device: where it computes; decides the backend.
+        backend: torch's word for another one.
+        timeout: how long a collective waits for other processes; None: torch's default for the backend.
+        init_method: torch's URL of where the processes meet; None: `MASTER_ADDR` and `MASTER_PORT`.
+    Raises:
+        ConfigError: the group that there is has other members, or torch does not know the backend.
+        LaunchError: the others could not be joined.
+    """
+    if place.num_processes == 1:
+        return
+    if not dist.is_available():
+        raise ConfigError(f"{place.num_processes} processes were started, but this torch has no torch.distributed.")
+    if dist.is_initialized():
+        _check_members(place)
+    else:
+        _join(place, backend or backend_of(device), timeout, init_method)
+    _Joined.place = place
+    watch.start_watch(place.process_index, place.num_processes, timeout)
+
+
+def disconnect() -> None:
+    """Leave the default group. Collective where processes may still send; does nothing without a group."""
+    watch.stop_watch()  # it may be there longer than the group, see `watch.leave_group_after`
+    if is_connected():
+        dist.destroy_process_group()
+
+
+def backend_of(device: torch.device) -> str:
+    """The word of torch for the backend of a device, with gloo for CPU tensors beside it. Local."""
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def _check_members(place: Place) -> None:
+    found = (dist.get_rank(), dist.get_world_size())
+    if found != (place.process_index, place.num_processes):
+        raise ConfigError(
+            f"torch's process group has this process as {found[0]} of {found[1]}, but it was started as "
+            f"{place.process_index} of {place.num_processes}. Let `Accelerator` or `Trainer` create the group, or pass "
+            "the launcher's rank and world_size to init_process_group."
+        )
+
+
+def _join(place: Place, backend: str, timeout: timedelta | None, init_method: str | None) -> None:
+    try:
+        with _meeting_point(place, init_method), watch.noted_connections():
+            dist.init_process_group(
+                backend,
+                init_method=init_method,
+                timeout=timeout,
+                rank=place.process_index,
+                world_size=place.num_processes,
+            )
+    except ValueError as error:
+        raise ConfigError(f"process group with backend={backend!r}, init_method={init_method!r}: {error}") from error
+    except (RuntimeError, OSError) as error:
+        raise LaunchError(
+            f"process {place.process_index} of {place.num_processes} could not join the others: {error}. Check that all"
+            " of them were started, and that MASTER_ADDR and MASTER_PORT are those of process 0 and free."
+        ) from error
+
+
+@contextmanager
+def _meeting_point(place: Place, init_method: str | None) -> Iterator[None]:
+    """A context in which torch finds the address to meet at, also where the launcher did not set it."""
+    if init_method is not None or all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
+        yield
+        return
+    host, port = rendezvous_address(place)
+    before = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

@@ -1,0 +1,290 @@
+"""`loopwright launch`: run a script in several processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..distributed.environment import PREFIXES
+from ..distributed.errors import ConfigError, suggest
+from .launch_config import LaunchFile, find_default, read_launch_file, type_word
+from .launch_options import OPTIONS, options_help, read_launch
+
+if TYPE_CHECKING:
+    from ..distributed.launching import LaunchSettings
+
+USAGE = """\
+usage: loopwright launch [options] script.py [arguments of the script]
+       loopwright launch [options] --module package.module [arguments]
+
+Runs the script in --num_processes processes, which find each other. An option wins over a variable that is set, a
+variable over the launch file, which `loopwright config` writes. `-` and `_` are the same in names.
+
+options:
+"""
+VISIBLE_DEVICES = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "hpu": "HABANA_VISIBLE_MODULES",
+    "mlu": "MLU_VISIBLE_DEVICES",
+    "musa": "MUSA_VISIBLE_DEVICES",
+    "sdaa": "SDAA_VISIBLE_DEVICES",
+}
+"""By kind of device, the variable that says which of them a process sees."""
+_VARIABLE_OF = {
+    "cpu": "USE_CPU",
+    "mixed_precision": "MIXED_PRECISION",
+    "gradient_accumulation_steps": "GRADIENT_ACCUMULATION_STEPS",
+    "debug": "DEBUG_MODE",
+    "enable_cpu_affinity": "CPU_AFFINITY",
+}
+"""Options that reach the script as a variable of the table in `distributed/environment.py`."""
+
+
+def run_launch(arguments: Sequence[str]) -> int:
+    """Run a script in several processes, and return its exit code: that of the process which failed first.
+
+    Raises:
+        ConfigError: an option, the launch file, the script or the port can't be used.
+        LaunchError: the processes could not be started.
+    """
+    given = read_launch(arguments)
+    if given.asks_help:
+        print(f"{USAGE}{options_help(is_for_scripts=True)}")
+        return 0
+    options = merged_options(given.options)
+    command = _command(given.rest, options)
+    return run_processes("launch", options, command)
+
+
+def run_processes(command_name: str, options: Mapping[str, Any], command: Sequence[str]) -> int:
+    """Run a command in the processes that the options ask for, and return the exit code.
+
+    Args:
+        command_name: of Loopwright, for the line that says which process failed.
+        options: as `merged_options` gives them.
+        command: the program with its arguments.
+    """
+    from ..distributed.launching import run_command
+
+    settings = settings_of(options)
+    sys.stdout.flush()
+    outcome = run_command(settings, command)
+    if outcome.text and not options.get("quiet"):
+        print(f"loopwright {command_name}: {outcome.text}", file=sys.stderr)
+    return outcome.exit_code
+
+
+def merged_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the command line, over those of the launch file. What is ignored is said on stderr.
+
+    Raises:
+        ConfigError: the file can't be used, or asks for what is not there.
+    """
+    file = _read_file(given.get("config_file"))
+    _check_type(file, given)
+    if file.unused:
+        note(f"{file.path}: {', '.join(file.unused)} is not used here.")
+    from_file = {name: value for name, value in file.options.items() if not _is_set(name)}
+    if given.get("multi_gpu"):
+        from_file.pop("cpu", None)
+    options = {**from_file, **given}
+    if file.distributed_type not in ("NO", "MULTI_CPU") and "cpu" not in options:
+        options.setdefault("wants_devices", True)
+    return options
+
+
+def settings_of(options: Mapping[str, Any]) -> LaunchSettings:
+    """What the launcher needs to know, from merged options.
+
+    Raises:
+        ConfigError: they contradict each other or this machine.
+    """
+    from ..distributed.launching import LaunchSettings
+
+    _check_conflicts(options)
+    number, names = _devices(options)
+    num_machines = options.get("num_machines", 1)
+    num_processes = options.get("num_processes", max(1, number) * num_machines)
+    _check_count(options, num_processes, number)
+    names_of_settings = (
+        "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "max_restarts", "monitor_interval",
+        "role", "tee", "log_dir",
+    )  # fmt: skip
+    return LaunchSettings(
+        num_processes=num_processes,
+        num_machines=num_machines,
+        rdzv_conf=_pairs(options.get("rdzv_conf", "")),
+        environment={**_variables(options), **names},
+        shows_reports=bool(options.get("debug")),
+        **{name: options[name] for name in names_of_settings if name in options},
+    )
+
+
+def _read_file(given: str | None) -> LaunchFile:
+    if given is not None:
+        return read_launch_file(Path(given).expanduser())
+    path = find_default()
+    if path is None:
+        return LaunchFile()
+    note(f"settings from {path}.")
+    return read_launch_file(path)
+
+
+def _check_type(file: LaunchFile, given: Mapping[str, Any]) -> None:
+    """Refuse a file for a strategy that is not there, unless the command line says to go on without it."""
+    remedy = file.absent_type()
+    if remedy is None:
+        return
+    if given.get("cpu") or given.get("multi_gpu"):
+        note(f"{file.path}: distributed_type={file.distributed_type} is not used, because of the command line.")
+        return
+    raise ConfigError(
+        f"{file.path}: distributed_type={file.distributed_type!r}: {remedy}. --multi_gpu, or --cpu, runs the script "
+        "with DDP in place of it."
+    )
+
+
+def _is_set(name: str) -> bool:
+    """Whether the environment sets an option, which then wins over the file."""
+    if name == "num_cpu_threads_per_process":
+        return "OMP_NUM_THREADS" in os.environ
+    variable = _VARIABLE_OF.get(name)
+    return variable is not None and any(os.environ.get(prefix + variable, "").strip() for prefix in PREFIXES)
+
+
+def _check_conflicts(options: Mapping[str, Any]) -> None:
+    if options.get("cpu") and options.get("multi_gpu"):
+        raise ConfigError("--cpu and --multi_gpu exclude each other. Leave one out.")
+    if options.get("module") and options.get("no_python"):
+        raise ConfigError("--module and --no_python exclude each other: a module is run by Python. Leave one out.")
+    for name in ("gradient_accumulation_steps", "num_cpu_threads_per_process"):
+        if options.get(name, 1) < 1:
+            raise ConfigError(f"{name}={options[name]}. Expected an integer >= 1.")
+
+
+def _devices(options: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
+    """How many devices the processes of this machine may use, and the variable that says which; 0 on the CPU.
+
+    Raises:
+        ConfigError: devices are asked for that this machine has not.
+    """
+    if options.get("cpu") or (_is_set("cpu") and not options.get("multi_gpu")):
+        return 0, {}
+    import torch
+
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    chosen = options.get("gpu_ids", "all")
+    ids = [part.strip() for part in chosen.split(",")] if chosen != "all" else []
+    if kind is None:
+        if options.get("multi_gpu") or ids:
+            wanted = f"--gpu_ids={chosen}" if ids else "--multi_gpu"
+            raise ConfigError(f"{wanted}: this machine has no accelerator device. --cpu runs the processes on the CPU.")
+        if options.get("wants_devices"):
+            note("this machine has no accelerator device: the processes run on the CPU.")
+        return 0, {}
+    if not ids:
+        return torch.accelerator.device_count(), {}
+    if "" in ids or len(set(ids)) < len(ids):
+        raise ConfigError(f"--gpu_ids={chosen}. Expected different numbers with commas between them, such as 0,2.")
+    if kind.type not in VISIBLE_DEVICES:
+        raise ConfigError(f"--gpu_ids={chosen}: devices of type {type_word(kind.type)} can't be chosen.")
+    return len(ids), {VISIBLE_DEVICES[kind.type]: ",".join(ids)}
+
+
+def _check_count(options: Mapping[str, Any], num_processes: int, number: int) -> None:
+    if options.get("multi_gpu") and num_processes < 2:
+        raise ConfigError(f"--multi_gpu with num_processes={num_processes}. Expected at least 2, or leave it out.")
+    if num_processes == -1:
+        raise ConfigError("the launch file says num_processes: -1, which leaves it open. Give --num_processes.")
+    here = num_processes // max(1, options.get("num_machines", 1))
+    if 0 < number < here:
+        raise ConfigError(
+            f"{here} processes on this machine need as many devices, and it has {number} to use. Lower "
+            "--num_processes, name more --gpu_ids, or use --cpu."
+        )
+
+
+def _variables(options: Mapping[str, Any]) -> dict[str, str]:
+    """What the processes learn by their environment."""
+    found = {}
+    for name, variable in _VARIABLE_OF.items():
+        if name in options:
+            value = options[name]
+            found[f"{PREFIXES[0]}{variable}"] = str(value).lower() if OPTIONS[name].kind is bool else str(value)
+    if options.get("multi_gpu"):
+        found[f"{PREFIXES[0]}USE_CPU"] = "false"
+    if "num_cpu_threads_per_process" in options:
+        found["OMP_NUM_THREADS"] = str(options["num_cpu_threads_per_process"])
+    return found
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """`a=1,b=2` as a mapping."""
+    pairs = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = part.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"rdzv_conf={text!r}. Expected name=value pairs, such as timeout=60,read_timeout=60.")
+        pairs[name.strip()] = value.strip()
+    return pairs
+
+
+def _command(rest: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+    """The program with its arguments, each as it was given."""
+    if not rest:
+        raise ConfigError("no script is given. Expected: loopwright launch [options] script.py [its arguments].")
+    script, arguments = rest[0], list(rest[1:])
+    _check_conflicts(options)
+    if options.get("no_python"):
+        if shutil.which(script) is None:
+            raise ConfigError(f"there is no program {script!r}. Check the spelling, and that it may be run.")
+        return [script, *arguments]
+    if options.get("module"):
+        _check_module(script)
+        return [sys.executable, "-u", "-m", script, *arguments]
+    _check_script(Path(script))
+    return [sys.executable, "-u", script, *arguments]
+
+
+def _check_script(script: Path) -> None:
+    if script.is_file() or (script / "__main__.py").is_file():
+        return
+    if script.is_dir():
+        raise ConfigError(f"the script {script} is a folder without a __main__.py. Name a file in it.")
+    near = [path.name for path in script.parent.glob("*.py")] if script.parent.is_dir() else []
+    hint = suggest(script.name, near, is_listed=False)
+    text = f"there is no script {str(script)!r}. {hint} The working directory is {Path.cwd()}."
+    raise ConfigError(text.replace(".  ", ". "))
+
+
+def _check_module(module: str) -> None:
+    with _working_directory_on_path():
+        found = importlib.util.find_spec(module.partition(".")[0])
+    if found is None:
+        raise ConfigError(
+            f"there is no module {module!r} in the working directory {Path.cwd()} or among the installed packages."
+        )
+
+
+@contextmanager
+def _working_directory_on_path() -> Iterator[None]:
+    before = list(sys.path)
+    sys.path.insert(0, str(Path.cwd()))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def note(text: str) -> None:
+    """Say on stderr what a user would not expect."""
+    print(f"loopwright: {text}", file=sys.stderr)

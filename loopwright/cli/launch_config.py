@@ -1,0 +1,171 @@
+"""The launch file: a YAML or JSON file with Accelerate's keys, which says how a script is launched on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..distributed.atomic import whole_file
+from ..distributed.errors import ConfigError, suggest
+from .launch_options import OPTIONS, convert
+
+TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA")
+"""What `distributed_type` can be: one process, or several on the CPU or on devices."""
+_ABSENT_TYPES = {
+    "FSDP": "FSDP is not available in this version",
+    "DEEPSPEED": "DeepSpeed is not available in this version",
+    "MEGATRON_LM": "Megatron-LM is not available",
+    "XLA": "TPUs are not available in this version",
+    "TPU": "TPUs are not available in this version",
+    "TP": "tensor parallelism is not available in this version",
+    "MULTI_NEURON": "Neuron devices are not available in this version",
+}
+_SAME_NAME = (
+    "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "same_network", "gpu_ids",
+    "mixed_precision", "enable_cpu_affinity", "debug", "rdzv_backend", "gradient_accumulation_steps",
+    "num_cpu_threads_per_process", "max_restarts", "monitor_interval", "rdzv_conf", "role", "tee", "log_dir",
+)  # fmt: skip
+_FOR_OTHERS = (
+    "fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config", "fp8_config", "mpirun_config",
+    "dynamo_config", "dynamo_backend", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file",
+    "commands", "tpu_vm", "tpu_env", "downcast_bf16", "main_training_function",
+)  # fmt: skip
+"""Accelerate's keys for what is not there."""
+KEYS = ("compute_environment", "distributed_type", "use_cpu", "fp16", *_SAME_NAME, *_FOR_OTHERS)
+"""The keys of a launch file."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchFile:
+    """A launch file that was read."""
+
+    path: Path | None = None
+    """Where it stands; None: there is none."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Values by the names of `OPTIONS`."""
+    distributed_type: str = "NO"
+    """One of `TYPES`, or Accelerate's word for what is not there."""
+    unused: tuple[str, ...] = ()
+    """Keys that ask for what is not there."""
+
+    def absent_type(self) -> str | None:
+        """What to say of a `distributed_type` that is not there; None where it is one of `TYPES`."""
+        return _ABSENT_TYPES.get(self.distributed_type)
+
+
+def default_path() -> Path:
+    """Where `loopwright config` writes: `$XDG_CACHE_HOME/loopwright/launch.yaml`, else in `~/.cache`."""
+    return _cache_folder() / "loopwright" / "launch.yaml"
+
+
+def accelerate_path() -> Path:
+    """Where Accelerate keeps its default file."""
+    home = os.environ.get("HF_HOME", "")
+    base = Path(home) if home else _cache_folder() / "huggingface"
+    return base / "accelerate" / "default_config.yaml"
+
+
+def find_default() -> Path | None:
+    """The launch file of this user: ours, else Accelerate's, else None."""
+    return next((path for path in (default_path(), accelerate_path()) if path.is_file()), None)
+
+
+def read_launch_file(path: Path) -> LaunchFile:
+    """Read and check a launch file.
+
+    Raises:
+        ConfigError: it is not there, can't be read, lacks `distributed_type`, or has an unknown key or a wrong value.
+    """
+    keys = _read(path)
+    unknown = sorted(str(key) for key in keys if key not in KEYS)
+    if unknown:
+        named = ", ".join(unknown)
+        raise ConfigError(f"{path}: unknown key{'s' * (len(unknown) > 1)} {named}. {suggest(unknown[0], KEYS)}")
+    if str(keys.get("compute_environment", "LOCAL_MACHINE")) != "LOCAL_MACHINE":
+        raise ConfigError(
+            f"{path}: compute_environment={keys['compute_environment']!r}. Expected LOCAL_MACHINE; SageMaker is not "
+            "available."
+        )
+    if keys.get("distributed_type") is None:
+        raise ConfigError(f"{path} lacks the key distributed_type. Accepted: {', '.join(TYPES)}.")
+    kind = "NO" if keys["distributed_type"] is False else str(keys["distributed_type"])  # YAML reads NO as false
+    if kind not in TYPES and kind not in _ABSENT_TYPES:
+        raise ConfigError(f"{path}: distributed_type={kind!r} is unknown. {suggest(kind, TYPES)}")
+    return LaunchFile(path, _options(keys, path), kind, _unused(keys))
+
+
+def write_launch_file(path: Path, keys: Mapping[str, Any]) -> None:
+    """Write a launch file, whole or not at all; its folder is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as temporary:
+        temporary.write_text(yaml.safe_dump(dict(keys), sort_keys=True), encoding="utf-8")
+
+
+def default_keys(mixed_precision: str = "no") -> dict[str, Any]:
+    """The keys of a launch file for this machine: one process per accelerator device, else one on the CPU."""
+    import torch
+
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    kind = torch.accelerator.current_accelerator() if count else None
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": f"MULTI_{type_word(kind.type)}" if kind is not None and count > 1 else "NO",
+        "enable_cpu_affinity": False,
+        "machine_rank": 0,
+        "mixed_precision": convert("mixed_precision", mixed_precision, "--mixed_precision"),
+        "num_machines": 1,
+        "num_processes": max(1, count),
+        "use_cpu": count == 0,
+    }
+
+
+def type_word(device_type: str) -> str:
+    """Accelerate's word for a kind of device."""
+    return {"cuda": "GPU"}.get(device_type, device_type.upper())
+
+
+def _cache_folder() -> Path:
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(given) if given else Path.home() / ".cache"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        keys = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the launch file {path} can't be read ({error}). `loopwright config` writes one.") from error
+    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        raise ConfigError(f"the launch file {path} can't be read: {error}") from error
+    if not isinstance(keys, dict):
+        raise ConfigError(f"the launch file {path} is not a mapping. Expected keys such as num_processes: 2.")
+    return keys
+
+
+def _options(keys: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The keys that are options as well."""
+    given = {name: keys[name] for name in _SAME_NAME if keys.get(name) is not None}
+    if keys.get("use_cpu") is not None:
+        given["cpu"] = keys["use_cpu"]
+    if keys.get("fp16") and "mixed_precision" not in given:
+        given["mixed_precision"] = "fp16"
+    if isinstance(given.get("rdzv_conf"), dict):
+        given["rdzv_conf"] = ",".join(f"{name}={value}" for name, value in given["rdzv_conf"].items())
+    deepspeed = keys.get("deepspeed_config") or {}
+    if "gradient_accumulation_steps" in deepspeed:  # the one place where Accelerate's files have it
+        given.setdefault("gradient_accumulation_steps", deepspeed["gradient_accumulation_steps"])
+    assert given.keys() <= OPTIONS.keys()
+    return {name: convert(name, value, f"{path}: {name}") for name, value in given.items()}
+
+
+def _unused(keys: Mapping[str, Any]) -> tuple[str, ...]:
+    """Keys that ask for what is not there; those that Accelerate writes into every file ask for nothing."""
+    nothing: tuple[object, ...] = (None, False, "no", "NO", "main", {}, [])
+    return tuple(key for key in _FOR_OTHERS if keys.get(key) not in nothing)

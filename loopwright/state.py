@@ -1,0 +1,8 @@
+"""The names that users of Accelerate import from `accelerate.state`."""
+
+from __future__ import annotations
+
+from .distributed.process import PartialState
+from .strategies.gradient_state import GradientState
+
+__all__ = ["GradientState", "PartialState"]

@@ -1,0 +1,145 @@
+"""Small values from every process to every process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from loopwright.distributed import exchange as module
+from loopwright.distributed.exchange import exchange, start_vector
+from loopwright.distributed.operations import gather, gather_object, wait_for_everyone
+
+VALUES = [
+    None, True, 0, 10**40, -(2**63), 0.1, math.inf, -math.inf, 5e-324, "", "ünï\u2028code", [], {},
+    {"a": [1, {"b": [None, 2.5]}], "": "x"},
+]  # fmt: skip
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """A context that counts the collectives which `exchange` begins, by their sizes in bytes."""
+    sizes: list[int] = []
+    plain = module.gather_into
+
+    def counting(output: Any, tensor: Any, async_op: bool = False) -> Any:
+        sizes.append(tensor.numel() * tensor.element_size())
+        return plain(output, tensor, async_op)
+
+    module.gather_into = counting  # type: ignore[assignment]
+    try:
+        yield sizes
+    finally:
+        module.gather_into = plain
+
+
+def test_one_process_has_its_own_value() -> None:
+    assert [exchange(value) for value in VALUES] == [[value] for value in VALUES]
+    assert math.isnan(exchange(math.nan)[0])
+    assert exchange((1, (2,))) == [[1, [2]]]
+    assert start_vector([1.0, 2]).read() == [(1.0, 2.0)]
+    assert start_vector([]).read() == [()]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({1: 2}, r"exchange got what can't be sent.*process 0: TypeError: the key 1 is of type int"),
+        ([{"a": ({None: 1},)}], r"the key None is of type NoneType"),
+        ({"a": {1, 2}}, r"Object of type set is not JSON serializable"),
+    ],
+)
+def test_other_values_are_an_error(value: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        exchange(value)
+
+
+def _exchange_values() -> Any:
+    r = dist.get_rank()
+    with counted() as sizes:
+        kept = all(exchange([r, value]) == [[0, value], [1, value]] for value in VALUES)
+        num_normal = len(sizes)
+        nan = exchange({"x": math.nan} if r else math.nan)
+        long = [exchange("x" * (5000 if r else 1)) for _ in range(2)]
+        num_long = len(sizes) - num_normal - 1
+        longest = exchange("y" * 200_000)
+        after = exchange(r)
+    try:
+        exchange({1: 2} if r else {"1": 2})
+    except TypeError as error:
+        refusal = str(error)
+    return (
+        kept, num_normal, math.isnan(nan[0]) and math.isnan(nan[1]["x"]),
+        [[len(text) for text in texts] for texts in long], num_long,
+        [len(text) for text in longest], after, sizes[-1], refusal,
+    )  # fmt: skip
+
+
+def test_values_arrive_in_one_collective_each(two_processes: Any) -> None:
+    first, second = two_processes(_exchange_values)
+    assert first == second
+    kept, num_normal, is_nan, long, num_long, longest, after, last_size, refusal = first
+    assert kept
+    assert is_nan
+    assert num_normal == len(VALUES)
+    assert (long, num_long) == ([[1, 5000]] * 2, 3)  # a new longest one takes a second collective, once
+    assert (longest, after) == ([200_000] * 2, [0, 1])
+    assert last_size <= 65 * 1024  # one huge value does not make all later ones as large
+    assert "process 1: TypeError: the key 1" in refusal
+
+
+def _vectors() -> Any:
+    r = dist.get_rank()
+    with counted() as sizes:
+        pending = [start_vector([r, step, math.inf if r else -0.5]) for step in range(3)]
+        between = exchange(r)
+        read = [each.read() for each in reversed(pending)]
+        again = pending[0].read()
+    wide = start_vector([float(r)] * 20).read()
+    try:
+        start_vector([1.0] * (1 + r), operation="decide").read()
+    except RuntimeError as error:
+        text = f"{type(error).__name__}: {error}"
+    return read, again == read[-1], between, len(sizes), wide == [(0.0,) * 20, (1.0,) * 20], text
+
+
+def test_vectors_are_read_when_they_are_wanted(two_processes: Any) -> None:
+    first, second = two_processes(_vectors)
+    assert first == second
+    read, is_same, between, num_collectives, is_wide, text = first
+    assert read == [[(0.0, step, -0.5), (1.0, step, math.inf)] for step in (2.0, 1.0, 0.0)]
+    assert is_same
+    assert is_wide
+    assert (between, num_collectives) == ([0, 1], 4)
+    assert (
+        text == "ShapeMismatchError: decide: the processes sent [1, 2] numbers. Each has to send as many as the others."
+    )
+
+
+def _different_operations() -> Any:
+    r = dist.get_rank()
+    texts = []
+    for calls in (
+        [lambda: wait_for_everyone(), lambda: gather(torch.ones(3))],
+        [lambda: exchange(1), lambda: gather_object([1])],
+    ):
+        try:
+            calls[r]()
+        except RuntimeError as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts, exchange(r)
+
+
+def test_different_operations_that_meet_are_an_error_on_every_process(two_processes: Any) -> None:
+    first, second = two_processes(_different_operations)
+    assert first == second
+    (one, two), after = first
+    assert "DistributedError: the processes are in different operations: process 0: wait_for_everyone; " in one
+    assert "process 1: gather. All have to make the same calls in the same order" in one
+    assert "process 0: exchange; process 1: gather_object" in two
+    assert after == [0, 1]

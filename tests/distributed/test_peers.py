@@ -1,0 +1,94 @@
+"""Scripts that start their own other processes, run for real."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from loopwright import ConfigError
+from loopwright.distributed.peers import start_peers
+
+SCRIPT = """
+import sys, time
+import torch
+import torch.distributed as dist
+from loopwright.distributed.group import connect, disconnect
+from loopwright.distributed.launched import find_place
+from loopwright.distributed.peers import start_peers
+
+def main():
+    word, place, init_method = sys.argv[1], find_place(), None
+    if word == "early" and place.process_index == 1:
+        raise ValueError("early")
+    if place.num_processes == 1:
+        peers = start_peers(2)
+        place, init_method = peers.place, peers.init_method
+    connect(place, torch.device("cpu"), init_method=init_method)
+    total = torch.tensor([place.process_index + 1.0])
+    dist.all_reduce(total)
+    print(f"{place.process_index} {total.item()} {sys.argv[1:]}\\n", end="", flush=True)  # one write
+    if word == "parent" and place.process_index == 0:
+        raise ValueError("of the parent")
+    if word == "parent":
+        time.sleep(60)
+    disconnect()
+    if word == "late" and place.process_index == 1:
+        sys.exit(4)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+ARGUMENTS = ["late", "a 'b"]
+
+
+def run(word: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The script with a word, as a program that nobody launched."""
+    Path("script.py").write_text(SCRIPT)
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: text for name, text in os.environ.items() if name not in launched}
+    command = [sys.executable, *arguments, word, "a 'b"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+def test_the_script_runs_again_as_process_1_and_its_failure_is_that_of_the_run() -> None:
+    ended = run("late", "-m", "script")
+    assert sorted(ended.stdout.splitlines()) == [f"{index} 3.0 {ARGUMENTS}" for index in (0, 1)]
+    assert "process 1 of 2 failed (exit code 4)" in ended.stderr
+    assert ended.returncode == 4
+
+
+def test_a_failure_before_the_processes_have_met_ends_the_wait() -> None:
+    begin = time.monotonic()
+    ended = run("early", "script.py")
+    assert time.monotonic() - begin < 30
+    assert ended.returncode == 1
+    assert "ValueError: early" in ended.stderr
+    assert "process 1 of 2 failed (exit code 1); see its output above. Process 0 was waiting for it" in ended.stderr
+
+
+def test_a_failure_of_process_0_ends_the_others() -> None:
+    begin = time.monotonic()
+    ended = run("parent", "script.py")
+    assert time.monotonic() - begin < 30  # process 1 would sleep for a minute
+    assert ended.returncode == 1
+    assert "ValueError: of the parent" in ended.stderr
+
+
+def test_a_test_can_not_be_started_again() -> None:
+    with pytest.raises(
+        ConfigError, match=r"this is a run of pytest.*launch --num_processes 2 script\.py.*notebook_lau"
+    ):
+        start_peers(2)
+
+
+def test_code_without_a_file_can_not_be_started_again() -> None:
+    command = "from loopwright.distributed.peers import start_peers; start_peers(2)"
+    ended = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=60)
+    assert "ConfigError: 2 processes are wanted, but this is code without a file" in ended.stderr

@@ -1,0 +1,33 @@
+"""The values of one evaluation batch from every process, each sample once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..distributed.nested import flatten, named_leaves
+from ..distributed.operations import gather, gather_object
+
+
+def gather_batch(data: Any, real_samples: int | None, *, as_objects: bool = False) -> Any:
+    """Every process's values of one batch, without those of samples that were added to make processes even. Collective.
+
+    Args:
+        data: nested tensors, one row per sample; values without a dimension are one per process, and are all kept.
+            Where a leaf is no tensor, or with `as_objects`: a list of any objects, one per sample.
+        real_samples: samples of this batch over all processes, the added ones not counted; None: none was added.
+        as_objects: whether the values are sent as objects although they are tensors.
+    """
+    if as_objects or not all(isinstance(leaf, Tensor) for _, leaf in named_leaves(data)):
+        gathered = gather_object(data)
+        return gathered[:real_samples] if isinstance(gathered, list) else gathered
+    gathered = gather(data)
+    return gathered if real_samples is None else _first_rows(gathered, data, real_samples)
+
+
+def _first_rows(gathered: Any, data: Any, count: int) -> Any:
+    """The first rows of each gathered tensor, but all of one that had no dimension before."""
+    rows, rebuilt = flatten(gathered)
+    own, _ = flatten(data)
+    return rebuilt([row[:count] if leaf.dim() else row for (_, row), (_, leaf) in zip(rows, own, strict=True)])

@@ -1,0 +1,130 @@
+"""Logged values over all processes: one collective for all names of a record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from ..distributed import watch
+from ..distributed.errors import MetricError
+from ..distributed.exchange import exchange
+from ..distributed.numbers import to_numbers
+from .metrics import Sum, extreme
+
+
+class MetricExchange:
+    """Takes sums over all processes."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, int] = {}
+        """Batches that this process has seen, by the suffix that metrics of their loader have: one that has seen none
+        need not log what the others log.
+        """
+
+    def __call__(self, sums: Mapping[str, Sum], sources: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of all names over all processes, as plain numbers. Collective.
+
+        Args:
+            sums: this process's, by name.
+            sources: torchmetrics objects by name, which exchange their states themselves.
+        Raises:
+            MetricError: a process did not log what others did, or with other options.
+        """
+        numbers = to_numbers(
+            {f"{name}\n{part}": value for name, each in sums.items() for part, value in _flat(each).items()}
+        )
+        shared: dict[str, list[Any]] = {}
+        own: dict[str, Any] = {}
+        for name, each in sums.items():
+            for part in _parts(each):
+                key = name if part is None else f"{name}/{part}"
+                total = numbers[f"{name}\ntotal" if part is None else f"{name}\ntotal/{part}"]
+                weight = numbers[f"{name}\nweight"]
+                if each.sync:
+                    shared[key] = [each.reduce, total, weight]
+                else:
+                    own[key] = Sum(each.reduce, total, weight, False).value()
+        rows = exchange({"sums": shared, "sources": sorted(sources), "seen": self.seen}, "exchange logged values")
+        self._check(rows)
+        values = {name: _merge(name, rows) for name in _names(rows, "sums")}
+        return own | values | self._compute(rows, sources)
+
+    def _check(self, rows: list[dict[str, Any]]) -> None:
+        for kind in ("sums", "sources"):
+            for name in _names(rows, kind):
+                has = [index for index, row in enumerate(rows) if name in row[kind]]
+                lacks = [index for index, row in enumerate(rows) if index not in has and _was_to_log(name, row, rows)]
+                if lacks:
+                    raise MetricError(
+                        f"log({name.removeprefix('step:')!r}): processes {has} logged it and processes {lacks} did "
+                        "not. Log the same names on every process, or this one with sync=False: process 0's value then."
+                    )
+
+    def _compute(self, rows: list[dict[str, Any]], sources: Mapping[str, Any]) -> dict[str, Any]:
+        """What torchmetrics objects give, in the same order everywhere. Processes without an object are told."""
+        values: dict[str, Any] = {}
+        is_partial = False
+        for name in sorted(_names(rows, "sources")):
+            members = [index for index, row in enumerate(rows) if name in row["sources"]]
+            with watch.collective(f"compute {name}"):
+                if len(members) == len(rows):
+                    values[name] = sources[name].compute()
+                    continue
+                is_partial = True
+                group = dist.new_group(members)
+                if name in sources:
+                    values[name] = _compute_in(sources[name], group)
+                    dist.destroy_process_group(group)
+        if not is_partial:
+            return values
+        flat = {key: value for name, each in values.items() for key, value in _named(name, each).items()}
+        told = exchange(to_numbers(flat), "tell computed metrics")
+        return {key: value for row in reversed(told) for key, value in row.items()}
+
+
+def _compute_in(metric: Any, group: Any) -> Any:
+    """A torchmetrics object's value over the members of a group."""
+    outer, metric.process_group = metric.process_group, group
+    try:
+        return metric.compute()
+    finally:
+        metric.process_group = outer
+
+
+def _was_to_log(name: str, row: Mapping[str, Any], rows: list[dict[str, Any]]) -> bool:
+    """Whether a process that has seen a batch of this name's loader."""
+    suffixes = sorted({suffix for each in rows for suffix in each["seen"]}, key=len, reverse=True)
+    suffix = next((each for each in suffixes if each and name.endswith(each)), "")
+    return bool(row["seen"].get(suffix, 0))
+
+
+def _names(rows: list[dict[str, Any]], kind: str) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row[kind]))
+
+
+def _merge(name: str, rows: list[dict[str, Any]]) -> Any:
+    found = [row["sums"][name] for row in rows if name in row["sums"]]
+    reduces = {each[0] for each in found}
+    if len(reduces) > 1:
+        raise MetricError(f"log({name!r}) with reduce={sorted(reduces)} on different processes. Use one for all.")
+    reduce = found[0][0]
+    total, weight = found[0][1], found[0][2]
+    for _, other, more in found[1:]:
+        total = total + other if reduce in ("mean", "sum") else extreme(reduce, total, other)
+        weight = weight + more
+    return Sum(reduce, total, weight, True).value()
+
+
+def _parts(each: Sum) -> list[Any]:
+    return list(each.total) if isinstance(each.total, dict) else [None]
+
+
+def _flat(each: Sum) -> dict[str, Any]:
+    totals = _named("total", each.total)
+    return totals | {"weight": each.weight}
+
+
+def _named(name: str, value: Any) -> dict[str, Any]:
+    return {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}

@@ -1,0 +1,78 @@
+"""Which processes a Trainer runs on: those that a launcher started, or those that it starts itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ..distributed import group
+from ..distributed.environment import read_flag
+from ..distributed.errors import ConfigError, check_integer
+from ..distributed.launched import Place, find_place
+from ..strategies.registry import StrategyLike
+from ..strategies.strategy import Strategy
+
+
+def read_world(devices: int | str, num_nodes: int, strategy: StrategyLike) -> Place:
+    """This process's place in the world that the arguments ask for. Local.
+
+    Args:
+        devices: how many of each machine; "auto" takes all that the launcher started processes for. Without a launcher
+            it is one, or each accelerator of this machine where the strategy is one for several processes.
+        num_nodes: how many machines.
+        strategy: as the Trainer was given it.
+    Returns:
+        The launcher's place; without one, that of process 0 of as many as there are devices.
+    Raises:
+        ConfigError: the arguments contradict the launcher, or several machines are wanted without one.
+    """
+    wanted = _read_devices(devices)
+    check_integer("num_nodes", num_nodes, 1, "It counts machines.")
+    place = group.joined_place() or find_place()
+    if place.num_processes > 1 or place.launcher != "none":
+        _check_launched(place, wanted, num_nodes)
+        return place
+    if num_nodes > 1:
+        raise ConfigError(
+            f"num_nodes={num_nodes}, but no launcher has started this process. Start the script on each machine with "
+            f"`loopwright launch --num_machines {num_nodes} --machine_rank ... --main_process_ip ...`, or by srun."
+        )
+    if wanted is None:
+        wanted = _accelerators() if _takes_several(strategy) else 1
+    return Place(num_processes=wanted, local_num_processes=wanted)
+
+
+def _read_devices(devices: int | str) -> int | None:
+    if devices == "auto":
+        return None
+    if isinstance(devices, str) and devices.isdigit():
+        devices = int(devices)
+    check_integer("devices", devices, 1, "It counts the devices of each machine; 'auto' takes what is there.")
+    return int(devices)
+
+
+def _check_launched(place: Place, wanted: int | None, num_nodes: int) -> None:
+    if wanted is not None and wanted != place.local_num_processes:
+        raise ConfigError(
+            f"devices={wanted}, but {place.launcher} started {place.local_num_processes} processes on this machine. "
+            f"Leave devices out, or start {wanted}."
+        )
+    if num_nodes not in (1, place.num_nodes):
+        raise ConfigError(
+            f"num_nodes={num_nodes}, but {place.launcher} started processes on {place.num_nodes} machines. Leave "
+            "num_nodes out."
+        )
+
+
+def _takes_several(strategy: StrategyLike) -> bool:
+    name = strategy.get("name") if isinstance(strategy, Mapping) else strategy
+    if isinstance(name, Strategy):
+        return type(name).__name__ != "SingleDeviceStrategy"
+    return name not in ("auto", "single")
+
+
+def _accelerators() -> int:
+    if read_flag("USE_CPU") or not torch.accelerator.is_available():
+        return 1
+    return max(torch.accelerator.device_count(), 1)
