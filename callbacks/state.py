@@ -18,15 +18,15 @@ class RunState:
     batch: int = 0
     """Micro-batches finished in the running epoch."""
     micro_step: int = 0
-    """Micro-batches finished in the whole run."""
+    """Micro-batches finished in the whole run, by each process."""
     step: int = 0
     """Optimizer steps applied. With several optimizers in manual mode, one per loop step."""
     skipped_steps: int = 0
     """Optimizer steps that were due and not applied: a gradient overflow in fp16, or a window without a loss."""
     samples: int = 0
-    """Samples seen in training."""
+    """Samples seen in training, by all processes together; within an accumulation window, up to its beginning."""
     tokens: int = 0
-    """Tokens seen in training: the counts that the task returns as `(loss_sum, count)`, or that it reports."""
+    """Tokens seen in training by all processes: the counts that the task returns as `(loss_sum, count)`, or that it reports."""
     stage: str = "idle"
     """What is running: "idle", "train", "sanity", "validation", "test" or "predict"."""
     batches_per_epoch: int | None = None
@@ -37,7 +37,6 @@ class RunState:
     """Training time of the earlier legs of this run, in seconds."""
     started_at: float | None = None
     """`time.monotonic()` at the start of this leg, None when nothing runs."""
-
     agreed_seconds: float | None = None
     """The time on process 0 at the newest step boundary, so that several processes find the same due. None: alone."""
 

@@ -29,6 +29,7 @@ LAUNCHER_VARIABLES = {
     "GROUP_RANK": "the index of this machine (torchrun)",
     "LOCAL_RANK": "this process's index on its machine",
     "LOCAL_WORLD_SIZE": "the number of processes on this machine",
+    "MASTER_ADDR": "the host where processes meet",
     "MASTER_PORT": "the port where processes meet",
     "MPI_LOCALNRANKS": "the number of processes on this machine (MPICH, Intel MPI)",
     "MPI_LOCALRANKID": "this process's index on its machine (MPICH, Intel MPI)",
@@ -43,6 +44,7 @@ LAUNCHER_VARIABLES = {
     "SLURM_NODEID": "the index of this machine (srun)",
     "SLURM_PROCID": "this process's index (srun)",
     "SLURM_STEP_NUM_TASKS": "the number of processes (srun)",
+    "SLURM_STEP_TASKS_PER_NODE": "the numbers of processes on each machine (srun)",
     "WORLD_SIZE": "the number of processes",
 }
 """Set by launchers, read without a prefix."""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .environment import launched_as
 from .errors import ConfigError
+
+_SLURM_TASKS = "SLURM_STEP_TASKS_PER_NODE"
+_FIRST_PORT, _NUM_PORTS = 20000, 12000  # below those that systems hand out by themselves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +38,13 @@ class Place:
         if not 0 <= self.process_index < self.num_processes:
             raise ConfigError(
                 f"{self.launcher} says that this is process {self.process_index} of {self.num_processes}. Expected an "
-                "index from 0 below the number: check RANK and WORLD_SIZE, or unset both."
+                f"index from 0 below the number: check {_variables_of(self.launcher)}, or unset them."
             )
         if not 0 <= self.local_process_index < self.local_num_processes <= self.num_processes:
             raise ConfigError(
                 f"{self.launcher} says that this is process {self.local_process_index} of {self.local_num_processes} on"
-                f" this machine, of {self.num_processes} in all. Check LOCAL_RANK and LOCAL_WORLD_SIZE, or unset both."
+                f" this machine, of {self.num_processes} in all. Check {_variables_of(self.launcher, local=True)}, or "
+                "unset them."
             )
 
 
@@ -55,6 +61,8 @@ class _Names:
 
 
 # The first whose variables for index and count are set is taken: a launcher inside another is the one that counts.
+# Where it does not say which process of its machine this is, another that agrees with it may: srun sets MPICH's variables
+# for index and count beside its own.
 _LAUNCHERS = (
     _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
     _Names(
@@ -73,16 +81,32 @@ def find_place() -> Place:
     Raises:
         ConfigError: they are no numbers, or contradict each other.
     """
-    for names in _LAUNCHERS:
-        if os.environ.get(names.index, "").strip() and os.environ.get(names.count, "").strip():
-            return _read(names)
+    found = [names for names in _LAUNCHERS if _is_set(names.index) and _is_set(names.count)]
+    if found:
+        alike = [names for names in found if _index_and_count(names) == _index_and_count(found[0])]
+        return _read(next((names for names in alike if _is_set(names.local_index)), found[0]))
     if launched_as("WORLD_SIZE", 1) > 1:
         raise ConfigError("WORLD_SIZE is above 1, but RANK is not set. Set both, or start by `loopwright launch`.")
     return Place()
 
 
+def _is_set(name: str) -> bool:
+    return bool(os.environ.get(name, "").strip())
+
+
+def _index_and_count(names: _Names) -> tuple[int, int]:
+    return launched_as(names.index, 0), launched_as(names.count, 1)
+
+
+def _variables_of(launcher: str, local: bool = False) -> str:
+    """The variables in which a launcher says the place, for errors."""
+    names = next((names for names in _LAUNCHERS if names.launcher == launcher), _LAUNCHERS[0])
+    pair = (names.local_index, names.local_count or _SLURM_TASKS) if local else (names.index, names.count)
+    return " and ".join(pair)
+
+
 def _read(names: _Names) -> Place:
-    index, count = launched_as(names.index, 0), launched_as(names.count, 1)
+    index, count = _index_and_count(names)
     local_index = launched_as(names.local_index, index)  # one machine where nothing is said of it
     local_count = launched_as(names.local_count, 0) if names.local_count else _slurm_tasks_here(os.environ)
     if not local_count:
@@ -100,13 +124,19 @@ def _read(names: _Names) -> Place:
 
 
 def _slurm_tasks_here(environment: Mapping[str, str]) -> int:
-    """This machine's tasks of a step, 0 if unknown. SLURM lists them for all machines: `"2(x3),1"` is 2, 2, 2 and 1."""
-    text = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", ""))
+    """This machine's tasks of a step, 0 if unknown. SLURM lists them for all machines: `"2(x3),1"` is 2, 2, 2 and 1.
+
+    Raises:
+        ConfigError: the list is none.
+    """
+    text = environment.get(_SLURM_TASKS, "").strip()
     tasks: list[int] = []
     for part in filter(None, text.split(",")):
-        number, _, times = part.partition("(x")
-        tasks += [int(number)] * int(times.rstrip(")") or 1)
-    node = int(environment.get("SLURM_NODEID", "0"))
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if found is None:
+            raise ConfigError(f"{_SLURM_TASKS}={text!r}. Expected numbers such as '2(x3),1', as srun sets them.")
+        tasks += [int(found[1])] * int(found[2] or 1)
+    node = launched_as("SLURM_NODEID", 0)
     return tasks[node] if node < len(tasks) else 0
 
 
@@ -128,7 +158,7 @@ def rendezvous_address(place: Place) -> tuple[str, int]:
 
 def _job_port() -> int:
     """A port that all processes of a job choose alike, and other jobs hardly do."""
-    for name in ("SLURM_JOB_ID", "OMPI_MCA_ess_base_jobid", "PMI_ID"):
-        if (text := os.environ.get(name, "")).isdigit():
-            return 20000 + int(text) % 20000
+    for name in ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"):
+        if text := os.environ.get(name, "").strip():
+            return _FIRST_PORT + zlib.crc32(text.encode()) % _NUM_PORTS
     return 29500

@@ -12,7 +12,9 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch
 
 from . import group, operations
+from .affinity import bind_to_cores
 from .devices import choose_device
+from .environment import read_flag
 from .errors import ConfigError
 from .exchange import exchange
 from .kinds import DistributedType, kind_of
@@ -247,6 +249,8 @@ class ProcessState(ProcessMethods):
         """
         if init_method is not None:
             self._options["init_method"] = init_method
+        if read_flag("CPU_AFFINITY"):
+            bind_to_cores(self.place, self.device)
         group.connect(self.place, self.device, **self._options)
 
     def destroy_process_group(self) -> None:

@@ -37,6 +37,7 @@ from .board import Board
 from .connections import Connections, port_of
 from .errors import CollectiveTimeoutError, LoopwrightError, PeerFailedError
 from .failures import Failure
+from .outcomes import record_failure
 from .positions import HERE, stand
 from .uncaught import EndHooks
 from .watcher import Watch, leave_group
@@ -109,6 +110,7 @@ def announce_failure(error: BaseException) -> None:
     It returns when the others have read it, after 2 s at the latest. Without a group it does nothing.
     """
     if _Current.watch is not None:
+        record_failure(error)
         _Current.watch.announce(error)
 
 

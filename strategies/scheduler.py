@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+from torch import Tensor
+from torch.optim.lr_scheduler import OneCycleLR
 
 from .gradient_state import GradientState
 from .optimizer import GatedOptimizer
+
+_CYCLED = ("lr", "momentum", "betas")
+"""What OneCycleLR sets in a parameter group."""
 
 
 class GatedScheduler:
@@ -61,8 +68,11 @@ class GatedScheduler:
     def _step_within_total(self, *args: Any, **kwargs: Any) -> None:
         # A schedule with a hard end (OneCycleLR) raises when it is stepped past it, as rounding may do.
         total = getattr(self.scheduler, "total_steps", None)
-        if total is None or self.scheduler.last_epoch < total:
+        if total is None or self.scheduler.last_epoch + 1 < total:
             self.scheduler.step(*args, **kwargs)
+        elif self.scheduler.last_epoch < total:
+            with _held_at_the_end(self.scheduler):
+                self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float]:
         """The newest learning rate of each parameter group."""
@@ -93,6 +103,31 @@ class GatedScheduler:
                 f" {kept}, which goes on. For another length, build the schedule anew and leave its state out.",
                 stacklevel=2,
             )
+
+
+@contextmanager
+def _held_at_the_end(scheduler: Any) -> Iterator[None]:
+    """A context in which torch's OneCycleLR, stepped once more than it has planned, keeps what it has set.
+
+    Its last planned value is that of step `total_steps - 1`; at `total_steps` it goes on along its curve, which rises.
+    """
+    if not isinstance(scheduler, OneCycleLR):
+        yield
+        return
+    groups = scheduler.optimizer.param_groups
+    kept = [{name: _copied(group[name]) for name in _CYCLED if name in group} for group in groups]
+    yield
+    for group, values in zip(groups, kept, strict=True):
+        for name, value in values.items():
+            if isinstance(group[name], Tensor):
+                group[name].fill_(value)
+            else:
+                group[name] = value
+    scheduler._last_lr = [_copied(group["lr"]) for group in groups]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def planned_length(scheduler: Any) -> int | None:

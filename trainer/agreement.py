@@ -99,6 +99,7 @@ class Agreement:
         self._pending: PendingVector | None = None
         self._window = Window([], 1, True, False)
         self._is_decided = True
+        self._ends_epoch = self._is_manual = False
         self._agreed_flow: ControlFlow | None = None
         self._veto: ControlFlow | None = None
         self._warned_of_end = False
@@ -127,6 +128,7 @@ class Agreement:
 
     def begin_fit(self, *, is_manual: bool) -> None:
         """Agree on where callbacks may steer from. Collective."""
+        self._is_manual = is_manual
         own = [self._steers_from(events) for events in self._votes]
         own[1] = own[1] or is_manual  # `training_step` itself steps, clips and stops there
         found = exchange(own)
@@ -157,7 +159,7 @@ class Agreement:
     def open_window(self, window: Window) -> None:
         """A window begins. Local."""
         self._window = window
-        self._is_decided = self.was_left = self.nonfinite_elsewhere = False
+        self._is_decided = self.was_left = self.nonfinite_elsewhere = self._ends_epoch = False
         self._agreed_flow = self._veto = None
 
     def hold(self, samples: object, tokens: int) -> None:
@@ -165,9 +167,15 @@ class Agreement:
         self._samples += samples if type(samples) is int else 0
         self._tokens += tokens
 
-    def send(self, training: Training, flags: Flag = NOTHING) -> None:
+    @property
+    def is_due(self) -> bool:
+        """Whether the next backward is the last of its window, in automatic optimization."""
+        return not self._is_manual and self._run.strategy.gradient_state.sync_gradients
+
+    def send(self, flags: Flag = NOTHING) -> None:
         """Send this process's part of a window's vector, before its last backward. `receive` reads it. Local."""
-        loss, count = training.loss, 0.0
+        assert self._run.training is not None
+        loss, count = self._run.training.loss, 0.0
         if loss.count is not None:
             on_device = isinstance(loss.count, Tensor) and loss.count.device.type != "cpu"
             flags |= Flag.COUNTS | (Flag.DEVICE_COUNT if on_device else NOTHING)
@@ -199,6 +207,7 @@ class Agreement:
         if flags & Flag.DROP:
             self.was_left = True
             self._raise_agreed(StopRun(self._run.stop_reason or "") if self.stops else EndEpoch())
+        self._ends_epoch = bool(flags & Flag.END_EPOCH)
         if flags & Flag.COUNTS and flags & Flag.MEANS:
             raise _mixed(rows)
         losses = int(sum(row[2] for row in rows))
@@ -247,9 +256,9 @@ class Agreement:
         if flow is self._agreed_flow:
             raise flow
         self._request(flow)
-        if self._window.closes and not self._is_decided and training.is_automatic:
+        if self._window.closes and not self._is_decided and not self._is_manual:
             self._run.gradient_state.sync_gradients = True
-            self.send(training, Flag.DROP)
+            self.send(Flag.DROP)
             self._run.strategy.take_part(self._run.model)
             self.receive(training)
 
@@ -263,13 +272,15 @@ class Agreement:
         Raises:
             EndEpoch, StopRun: what one asks for, in all of them.
         """
-        window = self._window
+        window, flow, self._veto = self._window, self._veto, None
+        self._request(flow)  # out of a step that overflowed, on which there was no vote
         if self._votes[AFTER_STEP] or not window.closes:
             flags = _any(self._exchange("agree at a step's end", Flag.ENDED if window.is_last else NOTHING))
             if flags & Flag.STOP_NOW:
                 raise StopRun(self._run.stop_reason or "")
-            if flags & Flag.END_EPOCH:
-                raise EndEpoch
+            self._ends_epoch = self._ends_epoch or bool(flags & Flag.END_EPOCH)
+        if self._ends_epoch:
+            raise EndEpoch
         return self.ends_pass
 
     @contextmanager

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from ..callbacks.bus import Event
-from ..callbacks.callback import Callback, EndEpoch, SkipBatch
+from ..callbacks.callback import Callback, EndEpoch, SkipBatch, StopRun
 from ..data.sizes import AmbiguousBatchSizeError
 from ..data.window import check_length
 from ..distributed.nested import send_to_device
@@ -75,6 +75,8 @@ def evaluate(run: Run, stage: Stage, data: EvaluationData) -> dict[str, float]:
         with ending_together(run):
             for step, batch, index in batches_of(run, stage, data, log):
                 run_batch(run, stage, step, batch, index)
+                if run.signal is not None and run.agreement is None:
+                    raise StopRun(run.stop_reason or "")
         metrics.update(to_numbers(log.epoch_values()))
         run.remember(metrics)
         shown = run.trainer.progress_metrics

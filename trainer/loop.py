@@ -166,10 +166,7 @@ def fit_batch(run: Run, training: Training, batch: Any) -> None:
                 outputs = training.step(batch, index)
                 loss = training.loss.take(outputs)
                 if loss is not None:
-                    if run.agreement is None or not run.strategy.gradient_state.sync_gradients:
-                        backward(run, loss)
-                    else:
-                        reducing_backward(run, training, loss)
+                    backward(run, loss)
             else:
                 outputs = manual_step(run, training, batch, index)
         except SkipBatch:
@@ -207,31 +204,21 @@ def count_batch(run: Run, training: Training, batch: Any, samples: object) -> No
 
 
 def backward(run: Run, loss: Tensor, **kwargs: Any) -> None:
-    """Backward with its two events."""
+    """Backward with its two events. In a window's last one the processes' vectors travel along."""
     if emit := run.events[Callback.on_before_backward]:
         emit(loss)
+    agreement = run.agreement
+    if agreement is not None and agreement.is_due:
+        agreement.send()
     run.strategy.backward(loss, **kwargs)
     if emit := run.events[Callback.on_backward]:
         try:
             emit(loss)
         except SkipBatch as late:
             raise misplaced(late) from late
-
-
-def reducing_backward(run: Run, training: Training, loss: Tensor) -> None:
-    """Backward of a window's last micro-batch among several processes: their vectors travel while it runs."""
-    agreement = run.agreement
-    assert agreement is not None
-    if emit := run.events[Callback.on_before_backward]:
-        emit(loss)
-    agreement.send(training)
-    run.strategy.backward(loss)
-    if emit := run.events[Callback.on_backward]:
-        try:
-            emit(loss)
-        except SkipBatch as late:
-            raise misplaced(late) from late
         except (EndEpoch, StopRun) as flow:
+            if agreement is None or not agreement.is_sent:
+                raise
             agreement.veto(flow)
 
 
@@ -241,7 +228,7 @@ def num_losses_everywhere(run: Run, training: Training) -> int:
     if agreement is None:
         return training.loss.num_losses
     if not agreement.is_sent:
-        agreement.send(training)
+        agreement.send()
         run.strategy.take_part(run.model)
     return agreement.receive(training)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -49,6 +49,9 @@ from .setup import check_task, join_others, place, prepare_evaluation, prepare_t
 from .signals import ending_on_sigterm
 from .task import Task
 from .world import read_world
+
+if TYPE_CHECKING:
+    from ..distributed.peers import Peers
 
 
 class Trainer(RunReadings):
@@ -168,6 +171,8 @@ class Trainer(RunReadings):
         self._newest_run: Run | None = None
         self._newest_fit: Run | None = None
         self._run_directory: Path | None = None
+        self._peers: Peers | None = None
+        """The other processes, where this one has started them."""
         self._used_directories: set[Path] = set()
         self._info: RunInfo | None = None
 
@@ -264,7 +269,8 @@ class Trainer(RunReadings):
             return
         from ..distributed.peers import start_peers  # here: only a script that starts itself needs it
 
-        process.connect(start_peers(process.num_processes).init_method)
+        self._peers = start_peers(process.num_processes)
+        process.connect(self._peers.init_method)
 
     def _meet(self, run: Run) -> None:
         """Let the processes of a run agree on its folder, and begin to decide together. Collective."""
@@ -312,6 +318,8 @@ class Trainer(RunReadings):
             run.release()
             self._run = None
         if run.error is not None and run.agreement is not None:
+            if self._peers is not None:
+                self._peers.notice()
             watch.leave_group_after(run.error)
 
     # Steering a run.

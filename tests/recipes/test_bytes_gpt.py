@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from loopwright import Trainer
+from loopwright import MemoryTracker, Trainer
 from loopwright.cli.main import main
 from loopwright.recipes.bytes_gpt.data import FILE_START, IGNORED, library_files, library_loaders, sequences
 from loopwright.recipes.bytes_gpt.model import BytesModel
@@ -103,3 +105,27 @@ def test_a_short_run_beats_uniform_bytes_and_writes_a_sample(
     assert len(bits) == 2
     assert 3.0 < bits[-1] < bits[0] < UNIFORM_BITS - 2  # below 3 after 60 steps: the targets leak into the inputs
     assert "--- a sample of 400 bytes ---" in capsys.readouterr().out
+
+
+def _losses_of_50_steps(accumulate: int) -> tuple[int, list[tuple[int, float]]]:
+    """The number of processes, and the bits per byte of each of 50 optimizer steps."""
+    tracker = MemoryTracker()
+    trainer = Trainer(
+        max_steps=50, accumulate=accumulate, clip_norm=1.0, seed=0, log_every=1, trackers=tracker, progress=False
+    )
+    task = BytesGPT(width=32, num_layers=2, num_heads=2, context=32, warmup_steps=10, total_steps=50)
+    trainer.fit(task, library_loaders(batch_size=8, context=32, max_bytes=100_000)["train"])
+    series = tracker.runs[0].series("train/bits_per_byte") if tracker.runs else []
+    return trainer.process.num_processes, series
+
+
+def test_two_processes_have_the_losses_of_one(two_processes: Callable[..., list[Any]]) -> None:
+    # 1 process x batch 8 x accumulate 4 and 2 x 8 x 2: the same 32 rows in each of the 50 steps, each byte weighed alike.
+    processes, losses = _losses_of_50_steps(4)
+    assert processes == 1
+    assert [step for step, _ in losses] == list(range(1, 51))
+    assert losses[-1][1] < 0.7 * losses[0][1]  # it learns, so that the losses depend on the weights
+    (two, found), _ = two_processes(_losses_of_50_steps, 2)
+    assert two == 2
+    assert [step for step, _ in found] == list(range(1, 51))
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in losses], abs=1e-5)

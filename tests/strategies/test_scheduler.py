@@ -14,6 +14,8 @@ from loopwright.strategies.outcome import StepOutcome
 from loopwright.strategies.scheduler import GatedScheduler
 from loopwright.trainer.accelerator import Accelerator
 
+TENSOR = {"lr": lambda: torch.tensor(1.0), "capturable": False}
+
 
 def prepared(accelerator: Accelerator, **options: Any) -> tuple[GatedOptimizer, GatedScheduler]:
     """An optimizer with the learning rate 1, and its scheduler, by which it falls by 0.1 at each of its steps."""
@@ -62,8 +64,46 @@ def test_f22_a_schedule_with_an_end_stops_there() -> None:
     optimizer = accelerator.prepare(torch.optim.SGD([parameter], lr=1.0))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer.optimizer, max_lr=1.0, total_steps=4)
     scheduler = GatedScheduler(schedule, [optimizer], accelerator.gradient_state, steps_per_call=2)
-    rates(accelerator, optimizer, scheduler, 5)
+    # From 1/25 up to 1 and down to 1/250000 in its 4 steps, by w = 2 of them at a time; B89: there it stays.
+    expected = [0.283061, 4e-6, 4e-6, 4e-6, 4e-6]
+    assert rates(accelerator, optimizer, scheduler, 5) == pytest.approx(expected)
     assert schedule.last_epoch == 4
+
+
+@pytest.mark.parametrize(("optimizer_class", "options"), [("SGD", {"momentum": 0.9}), ("Adam", {}), ("Adam", TENSOR)])
+def test_b89_a_finished_cycle_keeps_its_last_values(optimizer_class: str, options: dict[str, Any]) -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    options = {name: value() if callable(value) else value for name, value in options.items()}
+    accelerator = Accelerator()
+    optimizer = accelerator.prepare(getattr(torch.optim, optimizer_class)([parameter], **{"lr": 1.0} | options))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer.optimizer, max_lr=1.0, total_steps=5)
+    scheduler = GatedScheduler(schedule, [optimizer], accelerator.gradient_state)
+    group = optimizer.optimizer.param_groups[0]
+    seen = []
+    for _ in range(7):
+        optimizer.step()
+        scheduler.step()
+        momentum = group["momentum"] if "momentum" in group else group["betas"][0]
+        seen.append((schedule.last_epoch, float(group["lr"]), round(momentum, 6), float(scheduler.get_last_lr()[0])))
+    # Its last planned step is the fourth; torch's own formula gives 0.25 for the fifth, on its way up.
+    assert [epoch for epoch, *_ in seen] == [1, 2, 3, 4, 5, 5, 5]
+    assert [last for *_, last in seen[3:]] == pytest.approx([4e-6] * 4)
+    assert [rate for _, rate, *_ in seen[3:]] == pytest.approx([4e-6] * 4)
+    assert [momentum for _, _, momentum, _ in seen[3:]] == [0.95] * 4
+
+
+def test_another_schedule_with_an_end_sets_its_own_last_value() -> None:
+    class Falling(torch.optim.lr_scheduler.LambdaLR):
+        total_steps = 2
+
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    accelerator = Accelerator()
+    optimizer = accelerator.prepare(torch.optim.SGD([parameter], lr=1.0))
+    schedule = Falling(optimizer.optimizer, lambda step: 1 - step / 2)
+    scheduler = GatedScheduler(schedule, [optimizer], accelerator.gradient_state)
+    assert rates(accelerator, optimizer, scheduler, 4) == [0.5, 0.0, 0.0, 0.0]
 
 
 def test_f23_a_dropped_step_does_not_move_the_schedule() -> None:
