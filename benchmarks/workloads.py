@@ -68,6 +68,10 @@ def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
+def _wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+
+
 def _vectors(inputs: int, outputs: int) -> Callable[[int], tuple[Tensor, Tensor]]:
     return lambda count: (torch.randn(count, inputs), torch.randn(count, outputs))
 
@@ -80,6 +84,8 @@ def _tokens(count: int) -> tuple[Tensor, Tensor]:
 TINY = Workload(name="tiny", model=_mlp, data=_vectors(32, 10), loss=F.mse_loss, batch_size=16)
 LINEAR = replace(TINY, name="linear", model=lambda: nn.Linear(8, 8), data=_vectors(8, 8), batch_size=1, shuffle=False)
 """The smallest step there is: the share of a loop's own calls is greatest here."""
+WIDE = replace(TINY, name="wide", model=_wide, data=_vectors(256, 10), batch_size=32)
+"""A step of some milliseconds, in few large operations."""
 WORKLOADS = {
     work.name: work
     for work in (

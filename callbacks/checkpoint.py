@@ -19,9 +19,9 @@ from .intervals import Interval, IntervalLike, Schedule
 from .kept_files import KeptFiles, SavedFile
 from .monitor import Mode, Monitor
 from .own_files import OwnFiles
+from .together import of_main_process
 
 if TYPE_CHECKING:
-    from ..strategies.outcome import StepOutcome
     from .view import TaskView, TrainerView
 
 
@@ -38,6 +38,9 @@ class ModelCheckpoint(Callback):
     `-v2` is put behind it. When `fit` begins it is made sure that the folder can be written to. A fast dev run writes
     nothing.
 
+    Of several processes the main one decides by its own values, and writes. The others wait until the file is whole,
+    then know its path; where it can't be written, all of them fail with the same error.
+
     Args:
         every: when `last` is due, and the newest files without a monitor; a bare number counts optimizer steps.
         monitor: the metric that says which weights are best, such as `"val/loss"`.
@@ -52,6 +55,8 @@ class ModelCheckpoint(Callback):
         ConfigError: an argument can't be used or would be ignored, or nothing would ever be saved.
         CheckpointError: from `fit`: the folder can't be written to, or a file can't be.
     """
+
+    steers = False
 
     def __init__(
         self,
@@ -95,7 +100,7 @@ class ModelCheckpoint(Callback):
         self._kept = KeptFiles(self.top_k, self._monitor)
         self._own = OwnFiles("ModelCheckpoint")
         self._schedule: Schedule | None = None
-        self._has_stepped = False
+        self._steps_seen = 0
         self._has_warned = False
         self._last_step = 0
         self.last_path: Path | None = None
@@ -123,18 +128,18 @@ class ModelCheckpoint(Callback):
         self._is_active = not trainer.is_fast_dev_run
         self._has_warned = False
         self._last_step = trainer.state.step
+        self._steps_seen = _steps_due(trainer)
         self._schedule = Schedule(self.interval, trainer.state)
         if self._is_active and trainer.process.is_main_process:
             self._check_folder(self._folder(trainer))
         if self._monitor is not None:
             self._monitor.start()
 
-    def on_step(self, trainer: TrainerView, task: TaskView, outcome: StepOutcome) -> None:
-        self._has_stepped = True
-
     def on_batch_end(self, trainer: TrainerView, task: TaskView, outputs: Any) -> None:
-        if self._has_stepped:  # the counters of batches and samples are up to date only here
-            self._has_stepped = False
+        # Not in `on_step`: the counters of batches and samples are up to date only here, where all processes come by,
+        # also when another callback has ended the epoch or the run on one of them.
+        if (steps := _steps_due(trainer)) != self._steps_seen:
+            self._steps_seen = steps
             self._save_if_due(trainer)
 
     def on_log(self, trainer: TrainerView, task: TaskView, metrics: dict[str, float], step: int) -> None:
@@ -149,8 +154,7 @@ class ModelCheckpoint(Callback):
         if self._monitor is not None and self._is_active:
             value = self._monitor.at_epoch_end(trainer, metrics)
             self._save_if_good(trainer, value, self._monitor.recorded_now(trainer, metrics))
-        if trainer.error is None:
-            self._save_if_due(trainer)
+        self._save_if_due(trainer)
 
     def on_fit_end(self, trainer: TrainerView, task: TaskView) -> None:
         if self._is_active and (self.save_on_exception or trainer.error is None):
@@ -160,7 +164,9 @@ class ModelCheckpoint(Callback):
         self._is_active = False
 
     def _save_if_due(self, trainer: TrainerView) -> None:
-        if self._is_active and self._schedule is not None and self._schedule.is_due(trainer.state):
+        if not self._is_active or trainer.error is not None or self._schedule is None:
+            return
+        if self._schedule.is_due(trainer.state):
             self._save_newest(trainer)
             self._save_last(trainer)
 
@@ -168,8 +174,8 @@ class ModelCheckpoint(Callback):
         step = trainer.state.step
         if not self.last or step == self._last_step:  # written already, or nothing was trained yet
             return
-        path = self._path(trainer, "last" + SUFFIX, self.last_path)
-        if self._save(trainer, path):
+        path = self._save(trainer, "last" + SUFFIX, self.last_path)
+        if path is not None:
             self.last_path, self._last_step = path, step
 
     def _save_newest(self, trainer: TrainerView) -> None:
@@ -178,24 +184,54 @@ class ModelCheckpoint(Callback):
             self._keep(trainer, None, {})
 
     def _save_if_good(self, trainer: TrainerView, value: float | None, metrics: Mapping[str, float]) -> None:
-        if value is not None and self._kept.accepts(value):
+        if value is None:
+            return
+        value = of_main_process(trainer, value, f"ModelCheckpoint: the value of {self.reads[0]}")
+        if self._kept.accepts(value):
             self._keep(trainer, value, metrics)
 
     def _keep(self, trainer: TrainerView, score: float | None, metrics: Mapping[str, float]) -> None:
         name = self._name.format(trainer.state, metrics)
         older = self._kept.files[0].path if self._name.is_fixed and self.top_k == 1 and self._kept.files else None
-        path = self._path(trainer, name, older)
-        if not self._save(trainer, path):
+        path = self._save(trainer, name, older)
+        if path is None:
             return
         for file in self._kept.add(SavedFile(path, trainer.state.step, score)):
-            if trainer.process.is_main_process:
-                self._own.remove(file.path, self._folder(trainer))
+            self._own.remove(file.path, self._folder(trainer), unlinks=trainer.process.is_main_process)
 
-    def _save(self, trainer: TrainerView, path: Path) -> bool:
+    def _save(self, trainer: TrainerView, name: str, older: Path | None) -> Path | None:
+        """Write the weights, in the place of an older file if it is this run's. Collective, unless the run is failing.
+
+        Returns:
+            The file; None where nothing was written, since a weight is not finite.
+        Raises:
+            CheckpointError: on every process: the main one could not write.
+        """
+        is_main = trainer.process.is_main_process
+        if not is_main and trainer.error is not None:
+            return None  # who fails does not wait for others, and knows nothing of their files
+        failure: CheckpointError | None = None
+        told: dict[str, str] = {}
+        if is_main:
+            try:
+                told = self._write(trainer, self._path(trainer, name, older))
+            except CheckpointError as error:
+                failure, told = error, {"error": str(error)}
+        told = of_main_process(trainer, told, f"ModelCheckpoint: writing {name}")
+        if "error" in told:
+            raise failure or CheckpointError(told["error"])
+        if "path" not in told:
+            return None
+        path = Path(told["path"])
+        self._own.paths.add(path)
+        return path
+
+    def _write(self, trainer: TrainerView, path: Path) -> dict[str, str]:
+        """Write the weights if they are finite. Local."""
         bad = find_nonfinite_weight(trainer.unwrapped_model())
         if bad is not None:
             self._warn_of(bad, trainer.state.step)
-            return False
+            return {}
         try:
             trainer.save_model(path)
         except (OSError, SafetensorError) as error:
@@ -203,8 +239,7 @@ class ModelCheckpoint(Callback):
                 f"ModelCheckpoint could not write {str(path)!r} at step {trainer.state.step}: {error}. What was "
                 "written before is whole. Make room there, or choose another folder by directory=."
             ) from error
-        self._own.paths.add(path)
-        return True
+        return {"path": str(path)}
 
     def _check_folder(self, folder: Path) -> None:
         """Fail before training what would otherwise fail at the first save."""
@@ -250,6 +285,11 @@ class ModelCheckpoint(Callback):
         if self._monitor is not None and state["monitor"] is not None:
             self._monitor.load_state_dict(state["monitor"])
         self._is_restored = True
+
+
+def _steps_due(trainer: TrainerView) -> int:
+    """The optimizer steps that were due so far, applied or not."""
+    return trainer.state.step + trainer.state.skipped_steps
 
 
 def _read_directory(directory: str | Path | None) -> Path | None:

@@ -27,6 +27,8 @@ class GarbageCollection(Callback):
         ConfigError: `every` can't be read.
     """
 
+    steers = False
+
     def __init__(self, every: IntervalLike = "100 steps") -> None:
         self._every = Interval.parse(every, unit="steps", option="GarbageCollection(every)")
         self._schedule: Schedule | None = None

@@ -39,6 +39,7 @@ class GradientMonitor(Callback):
     """
 
     provides = ("grad_norm",)
+    steers = False
 
     def __init__(
         self,

@@ -35,6 +35,7 @@ class LearningRateMonitor(Callback):
     """
 
     provides = ("lr",)
+    steers = False
 
     def __init__(self, *, momentum: bool = False, weight_decay: bool = False) -> None:
         check_boolean("LearningRateMonitor(momentum)", momentum)

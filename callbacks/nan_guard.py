@@ -67,6 +67,7 @@ class NaNGuard(Callback):
         check_integer("NaNGuard(max_skips)", max_skips, 1, "It counts optimizer steps.")
         check_boolean("NaNGuard(locate)", locate)
         self.policy = policy
+        self.steers = policy != "raise"
         self.interval = None if every is None else Interval.parse(every, unit="steps", option="NaNGuard(every)")
         if policy == "skip" and self.interval is not None and not _is_each_step(self.interval):
             raise ConfigError(

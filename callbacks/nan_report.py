@@ -62,15 +62,17 @@ def describe(trainer: TrainerView, task: TaskView, occurrence: Occurrence, *, lo
     """One paragraph on what happened, where, and what was bad first."""
     state = trainer.state
     batch_size = _batch_size(occurrence.batch)
+    is_alone = trainer.process.num_processes == 1  # the samples of several processes come in no one order
     samples = f", samples {state.samples} to {state.samples + batch_size - 1} of the run" if batch_size else ""
-    place = f"(epoch {state.epoch}, batch {occurrence.batch_idx}{samples})"
+    where = samples if is_alone else f" of process {trainer.process.process_index}"
+    place = f"(epoch {state.epoch}, batch {occurrence.batch_idx}{where})"
     if occurrence.late_step is None:
         sentences = [f"{occurrence.what} at step {state.step + 1} {place}."]
     else:
         sentences = [f"{occurrence.what} at step {occurrence.late_step}. This was seen at step {state.step} {place}."]
     if trainer.window_size > 1:
         sentences.append(f"A step takes {trainer.window_size} micro-batches, this one and those before it.")
-    sentences += _bad_inputs(occurrence.batch, state.samples)
+    sentences += _bad_inputs(occurrence.batch, state.samples if is_alone else None)
     if weight := find_nonfinite_weight(trainer.unwrapped_model()):
         sentences.append(f"The weight {weight!r} is not finite itself.")
     sentences += _bad_gradients(task)
@@ -86,7 +88,7 @@ def _batch_size(batch: Any) -> int | None:
         return None
 
 
-def _bad_inputs(batch: Any, samples_before: int) -> list[str]:
+def _bad_inputs(batch: Any, samples_before: int | None) -> list[str]:
     found = []
     for name, tensor in named_tensors(batch, "batch"):
         if all_finite([tensor]):
@@ -95,7 +97,8 @@ def _bad_inputs(batch: Any, samples_before: int) -> list[str]:
         if tensor.ndim == 1:
             rows = (~tensor.isfinite()).nonzero().flatten().tolist()
         listed = ", ".join(str(row) for row in rows[:_MOST_LISTED]) + (", ..." if len(rows) > _MOST_LISTED else "")
-        first = f" (the first is sample {samples_before + rows[0]} of the run)" if rows else ""
+        is_numbered = rows and samples_before is not None
+        first = f" (the first is sample {samples_before + rows[0]} of the run)" if is_numbered else ""
         found.append(f"The input {name} is not finite itself, in rows {listed}{first}.")
     return found
 
@@ -115,6 +118,8 @@ def _first_bad_module(trainer: TrainerView, task: Any, occurrence: Occurrence) -
     """Run the batch once more and name the module whose output is not finite first."""
     if not task.automatic_optimization:
         return "The first bad module is not looked for in manual optimization."
+    if trainer.process.num_processes > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in task.modules()):
+        return "The first bad module is not looked for among SyncBatchNorm, whose forward needs all processes."
     found: list[str] = []
 
     def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:

@@ -35,8 +35,9 @@ class OwnFiles:
             )
         return path
 
-    def remove(self, path: Path, folder: Path) -> None:
-        """Remove a file, if it is one of these."""
+    def remove(self, path: Path, folder: Path, *, unlinks: bool = True) -> None:
+        """Remove a file, if it is one of these; with `unlinks=False` another process removes it from the disk."""
         if self.has(path, folder):
-            path.unlink(missing_ok=True)
+            if unlinks:
+                path.unlink(missing_ok=True)
             self.paths.discard(path)

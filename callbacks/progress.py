@@ -41,6 +41,8 @@ class ProgressBar(Callback):
         ConfigError: an argument can't be read.
     """
 
+    steers = False
+
     def __init__(
         self,
         *,

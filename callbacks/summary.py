@@ -30,6 +30,8 @@ class ModelSummary(Callback):
         ConfigError: `max_depth` is no integer, or below -1.
     """
 
+    steers = False
+
     def __init__(self, max_depth: int = 1) -> None:
         check_integer("ModelSummary(max_depth)", max_depth, -1, "-1 shows everything, 0 the totals alone.")
         self._max_depth = max_depth

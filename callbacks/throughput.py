@@ -58,6 +58,8 @@ class ThroughputMonitor(Callback):
         "throughput/steps_per_second", "throughput/data_wait_share", "throughput/flops_per_second", "throughput/mfu",
     )  # fmt: skip
 
+    steers = False
+
     def __init__(
         self,
         *,

@@ -23,10 +23,14 @@ class Timer(Callback):
 
     Args:
         duration: the longest time that `fit` may take; the run then ends in order at the next step. A number of
-            seconds, a text such as `"30 min"`, or a timedelta. Without it, no step costs anything.
+            seconds, a text such as `"30 min"`, or a timedelta. Without it, no step costs anything. Of several processes
+            the first whose clock says so ends the run for all, one step later.
     Raises:
         ConfigError: the duration can't be read, or is not a time.
     """
+
+    steers = False
+    """It only asks for the end of the run, which several processes then agree on at their next step boundary."""
 
     def __init__(self, duration: int | float | str | datetime.timedelta | None = None) -> None:
         self._limit = None if duration is None else Duration.parse(duration, unit="seconds", option="Timer(duration)")

@@ -127,7 +127,7 @@ class TrainerView(Protocol):
         ...
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """The task's `training_step` as the loop calls it, in the run's precision. Fires no event."""
+        """The task's `training_step` in the run's precision. Fires no event. Local: past the strategy's wrapper."""
         ...
 
     def log(self, name: str, value: Any, **options: Any) -> None:
@@ -139,7 +139,7 @@ class TrainerView(Protocol):
         ...
 
     def save_model(self, path: str | Path) -> Path:
-        """Write the model's weights as safetensors, whole or not at all. Collective."""
+        """Write the model's weights as safetensors, whole or not at all. Local: only the main process writes."""
         ...
 
     def unwrapped_model(self) -> nn.Module:

@@ -69,7 +69,7 @@ def save_weights(module: nn.Module, path: str | Path) -> Path:
 
 def write_weights(state: Mapping[str, Any], path: str | Path) -> Path:
     """As `save_weights`, from a state dict with plain names."""
-    file = _file_of(path)
+    file = weights_file(path)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     extra = {name: value for name, value in state.items() if name not in tensors}
     for name, tensor in tensors.items():
@@ -185,7 +185,8 @@ def _check_materialised(own: Mapping[str, Any], file: Path) -> None:
         )
 
 
-def _file_of(path: str | Path) -> Path:
+def weights_file(path: str | Path) -> Path:
+    """The file that `save_weights` writes: the path itself, or `model.safetensors` in the folder that it names. Local."""
     given = Path(path)
     return given if given.suffix == ".safetensors" else given / FILE_NAME
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..distributed.errors import DataError
-from ..distributed.exchange import broadcast_encoded, control_device
+from ..distributed.exchange import broadcast_encoded
 from ..distributed.nested import recursively_apply
+from ..distributed.slots import control_device
 from ..distributed.watch import collective
 from .joining import SliceFunction, can_be_joined, completed, parts_of, samples_in
 from .sizes import find_batch_size
@@ -38,7 +39,7 @@ class _Message(NamedTuple):
     """What the main process says before each round: one field is set, none at the end of the pass."""
 
     batches: list[Any] | None = None
-    """Each process's batch, with blanks for its tensors."""
+    """Each process's batch, with blanks for its tensors; what is no tensor goes as it is."""
     real_samples: int = -1
     error: str | None = None
 
@@ -50,7 +51,7 @@ class DispatchedLoader:
     with the first samples of the pass, and cut into equal parts.
 
     Args:
-        loader: any iterable of batches of tensors; only the main process iterates it.
+        loader: any iterable of batches; only the main process iterates it. What is no tensor in them is pickled.
         num_processes: how many processes there are.
         process_index: the index of this one.
         split_batches: each batch is cut into as many parts as there are processes.
@@ -123,9 +124,9 @@ class DispatchedLoader:
         while True:
             try:
                 parts, real_samples = next(rounds, (None, 0))
-                message = _Message() if parts is None else _Message(_blanks_of(parts), real_samples)
+                message = _encoded(parts, real_samples)
             except Exception as error:
-                _say(_Message(error=f"{type(error).__name__}: {error}"))
+                _say(pickle.dumps(_Message(error=f"{type(error).__name__}: {error}")))
                 raise
             _say(message)
             if parts is None:
@@ -179,8 +180,8 @@ class DispatchedLoader:
         return read() if callable(read) else None
 
 
-def _say(message: _Message) -> None:
-    broadcast_encoded(lambda: pickle.dumps(message), 0, _OPERATION)
+def _say(message: bytes) -> None:
+    broadcast_encoded(lambda: message, 0, _OPERATION)
 
 
 def _hear() -> _Message:
@@ -188,23 +189,22 @@ def _hear() -> _Message:
     return message
 
 
-def _blanks_of(parts: Sequence[Any]) -> list[Any]:
-    """The nesting of each batch.
+def _encoded(parts: Sequence[Any] | None, real_samples: int) -> bytes:
+    """What is said of a round, None the end.
 
     Raises:
-        DataError: a leaf is no tensor.
+        DataError: the batches hold an object that can't be pickled.
     """
+    if parts is None:
+        return pickle.dumps(_Message())
+    blanks = [recursively_apply(lambda t: _Blank(tuple(t.shape), t.dtype), part) for part in parts]
     try:
-        return [
-            recursively_apply(
-                lambda t: _Blank(tuple(t.shape), t.dtype), part, error_on_other_type=True, operation="dispatching"
-            )
-            for part in parts
-        ]
-    except TypeError as error:
+        return pickle.dumps(_Message(blanks, real_samples))
+    except Exception as error:  # an object's own methods may raise anything
         raise DataError(
-            f"the main process can't hand out a batch: {error} Collate to tensors alone, or use "
-            "DataLoaderConfiguration(dispatch_batches=False), so that each process reads its own batches."
+            f"the main process can't hand out a batch, since it holds what can't be pickled: {type(error).__name__}: "
+            f"{error}. Collate to tensors and plain objects, or use DataLoaderConfiguration(dispatch_batches=False), "
+            "so that each process reads its own batches."
         ) from error
 
 

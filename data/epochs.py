@@ -14,16 +14,18 @@ from .shards import IterableDatasetShard
 
 
 class WorkerSeeds:
-    """A generator that a loader draws its workers' seeds from: by (seed, epoch, process) alone. Local.
+    """A generator that a loader draws its workers' seeds from: by (seed, epoch, process, loader) alone. Local.
 
     Args:
         seed: the run's.
         process_index: so that no two processes' workers draw the same numbers.
+        ordinal: so that the workers of no two loaders do.
     """
 
-    def __init__(self, seed: int, process_index: int) -> None:
+    def __init__(self, seed: int, process_index: int, *, ordinal: int = 0) -> None:
         self.seed = seed
         self.process_index = process_index
+        self.ordinal = ordinal
         self.generator = torch.Generator()
         self.num_replaced = 0
         """Loaders that draw from this generator, and drew from torch's own random state before."""
@@ -31,7 +33,7 @@ class WorkerSeeds:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the seeds of the next pass."""
-        text = f"{self.seed}/{epoch}/{self.process_index}".encode()
+        text = f"{self.seed}/{epoch}/{self.process_index}/{self.ordinal}".encode()
         self.generator.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
 
     def keep_pace(self) -> None:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ..distributed.errors import ConfigError, DataError
 from ..distributed.exchange import exchange
+from .alike import drawing_alike
 from .combined import CombinedLoader
 from .configuration import DataLoaderConfiguration
 from .counting import CountingCollate
@@ -31,8 +24,6 @@ from .samplers import seed_of, shuffles, with_samplers, with_seedable_sampler
 from .shards import BatchSamplerShard, DealtSampler, IterableDatasetShard, check_split
 from .sizes import loader_length
 from .stateful import as_stateful
-
-_RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class Place(Protocol):
@@ -75,6 +66,7 @@ def prepare_loader(
     device: torch.device | None,
     active: list[PreparedLoader],
     exact: bool = False,
+    ordinal: int = 0,
     slice_fn_for_dispatch: SliceFunction | None = None,
 ) -> PreparedLoader:
     """The loader of this process: its share of the batches, moved to its device, its end known. Collective.
@@ -87,6 +79,7 @@ def prepare_loader(
         active: the owner's stack of loaders that are being iterated.
         exact: deal whole batches in turn, none twice and none left out, whatever the configuration says, as an
             evaluation needs it; processes may get different numbers of batches then.
+        ordinal: tells this loader from others of the run, whose workers are to draw other numbers.
         slice_fn_for_dispatch: cuts the parts of what the main process has read; see `parts_of`.
     Raises:
         ConfigError: options that don't go together, or batches that can't be split evenly.
@@ -99,7 +92,12 @@ def prepare_loader(
         prepared.device = device
         return prepared
     preparing = _Preparing(
-        process, configuration, exact=exact, places=device is not None, slice_fn=slice_fn_for_dispatch
+        process,
+        configuration,
+        exact=exact,
+        ordinal=ordinal,
+        places=device is not None,
+        slice_fn=slice_fn_for_dispatch,
     )
     ready = preparing.ready(loader)
     shared, dealer = (ready, None) if process.num_processes == 1 else preparing.share(ready)
@@ -126,11 +124,13 @@ class _Preparing:
         configuration: DataLoaderConfiguration,
         *,
         exact: bool,
+        ordinal: int,
         places: bool,
         slice_fn: SliceFunction | None,
     ) -> None:
         self.configuration = configuration
         self.exact = exact
+        self.ordinal = ordinal
         self.places = places
         self.slice_fn = slice_fn
         self.count = process.num_processes
@@ -149,12 +149,15 @@ class _Preparing:
         if shuffles(loader) and self.configuration.use_seedable_sampler:
             loader = with_seedable_sampler(loader, self._agreed_seed(loader))
         elif self.count > 1:
-            loader = self._with_shared_generator(loader)
+            loader, generator = drawing_alike(loader, torch.initial_seed() + self.ordinal)
+            self.generators += [] if generator is None else [generator]
         loader = _with_told_workers(loader)
         if self.count > 1:
             if self.worker_seeds is None:
                 seed = self.configuration.data_seed
-                self.worker_seeds = WorkerSeeds(torch.initial_seed() if seed is None else seed, self.index)
+                self.worker_seeds = WorkerSeeds(
+                    torch.initial_seed() if seed is None else seed, self.index, ordinal=self.ordinal
+                )
             self.worker_seeds.num_replaced += loader.generator is None
             loader = with_samplers(loader, generator=self.worker_seeds.generator)
         return as_stateful(loader) if self.configuration.use_stateful_dataloader else loader
@@ -283,29 +286,6 @@ class _Preparing:
             return self.configuration.data_seed
         seed = seed_of(loader.sampler)
         return seed if self.count == 1 else exchange(seed, "agreeing on the order of a loader")[0]
-
-    def _with_shared_generator(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """The loader, its sampler drawing from a generator that is set alike on all processes before each pass.
-
-        A sampler of the user's own class that has no generator stays as it is; it must draw alike by itself.
-        """
-        sampler: Any = loader.sampler
-        generator = getattr(sampler, "generator", None)
-        if isinstance(generator, torch.Generator):
-            self.generators.append(generator)
-            return loader
-        if type(sampler) not in _RANDOM_SAMPLERS or not hasattr(sampler, "generator"):
-            return loader
-        sampler = copy.copy(sampler)
-        sampler.generator = torch.Generator()
-        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
-        self.generators.append(sampler.generator)
-        batches: Any = loader.batch_sampler
-        if batches is None or getattr(batches, "sampler", None) is not loader.sampler:
-            return with_samplers(loader, sampler=sampler)
-        batches = copy.copy(batches)
-        batches.sampler = sampler
-        return with_samplers(loader, sampler=sampler, batch_sampler=batches)
 
 
 def _with_told_workers(loader: DataLoader[Any]) -> DataLoader[Any]:

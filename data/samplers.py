@@ -43,25 +43,36 @@ class SeedableRandomSampler(RandomSampler):
         return RandomSampler.__iter__(this_pass)
 
 
-class SkippingSampler:
-    """A sampler or batch sampler without its first items. Nothing is loaded for them.
+class SamplerAround:
+    """The base of what stands around a sampler or batch sampler and gives its items.
 
     Args:
         sampler: what gives indices, or lists of them.
-        num_skipped: how many of its items are left out in each pass.
+        num_skipped: how many of its items are left out at the beginning of each pass.
     """
 
-    def __init__(self, sampler: Any, num_skipped: int) -> None:
+    def __init__(self, sampler: Any, num_skipped: int = 0) -> None:
         self.sampler = sampler
         self.num_skipped = num_skipped
         self.batch_size: int | None = getattr(sampler, "batch_size", None)
         self.drop_last = bool(getattr(sampler, "drop_last", False))
 
+    def __len__(self) -> int:
+        """Items in a pass. Raises TypeError where the sampler has no length."""
+        return max(len(self.sampler) - self.num_skipped, 0)
+
+
+class SkippingSampler(SamplerAround):
+    """A sampler or batch sampler without its first `num_skipped` items. Nothing is loaded for them."""
+
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.sampler), self.num_skipped, None)
 
-    def __len__(self) -> int:
-        return max(len(self.sampler) - self.num_skipped, 0)
+
+def is_skipping(loader: Any) -> bool:
+    """Whether a loader goes on in the middle of a pass, as `skip_first_batches` makes it."""
+    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    return any(isinstance(sampler, SkippingSampler) for sampler in samplers)
 
 
 def with_samplers(loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:

@@ -1,36 +1,24 @@
 """Small values from every process to every process, over the CPU.
 
 What is exchanged here is control, not training data: decisions, names, lengths, descriptions. Each call is one
-collective, unless a value is longer than any before it.
+collective, unless a value is longer than any before it. All of them begin with slots of the same size, see `slots.py`:
+different operations that meet are an error on every process.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from . import watch
 from .errors import DistributedError, ShapeMismatchError
 from .group import rank, world_size
-
-_HEADER_BYTES = 16
-"""Before a payload stand its length and the operation that it belongs to, so that two that meet are told apart."""
-_FIRST_CAPACITY = 1024 - _HEADER_BYTES
-_LARGEST_KEPT = 64 * 1024
-"""The capacity, in bytes of payload, up to which a long value makes later calls larger as well."""
-_VECTOR_STEP = 8
-"""Vectors are filled up to a multiple of this, so that those of slightly different lengths can still be compared."""
-
-# torch's default group has one capacity, which all its processes change at the same call.
-_capacities: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+from .slots import FIRST_CAPACITY, HEADER_BYTES, SentSlot, channel, gather_into
 
 
 def exchange(value: Any, operation: str = "exchange") -> list[Any]:
@@ -96,47 +84,47 @@ def gather_bytes(payload: bytes, operation: str) -> list[bytes]:
     """
     if world_size() == 1:
         return [payload]
-    group = dist.group.WORLD
-    capacity = _capacities.get(group, _FIRST_CAPACITY)
+    way = channel()
     with watch.collective(operation):
-        slots = _gather_slots(payload, operation, capacity)
-        if len({slot.tag for slot in slots}) > 1:
-            _raise_meeting(_gather_slots(operation.encode(), operation, capacity))
+        sent = way.send(way.slot(payload, operation))
+        sent.read()
         # Every process sees the same lengths, and so they agree on a second round and on the next capacity.
-        longest = max(slot.length for slot in slots)
-        if longest > capacity:
-            slots = _gather_slots(payload, operation, longest)
-            _capacities[group] = min(1 << (longest - 1).bit_length(), _LARGEST_KEPT)
-    return [slot.payload for slot in slots]
+        lengths = sent.lengths()
+        longest = max(lengths)
+        if longest <= way.capacity:
+            return sent.payloads()
+        way.grow(longest)
+        return _gather_whole(payload, lengths)
 
 
 class PendingVector:
     """Numbers on their way from every process; `read` waits for them. Made by `start_vector`."""
 
-    def __init__(self, rows: Tensor, work: Any, operation: str) -> None:
-        self._rows = rows
-        self._work = work
+    __slots__ = ("_operation", "_sent", "_vectors")
+
+    def __init__(self, sent: SentSlot | None, operation: str, vectors: Sequence[tuple[float, ...]] = ()) -> None:
+        self._sent = sent
         self._operation = operation
-        self._vectors: list[tuple[float, ...]] | None = None
+        self._vectors = list(vectors)
 
     def read(self) -> list[tuple[float, ...]]:
         """Every process's numbers, process 0 first; a second call gives the same. Collective by its start.
 
         Raises:
+            DistributedError: on every process: they are in different operations; shows which.
             ShapeMismatchError: the processes sent different numbers of numbers.
         """
-        if self._vectors is None:
-            if self._work is not None:
-                with watch.collective(self._operation):
-                    self._work.wait()
-                self._work = None
-            rows: list[list[float]] = self._rows.tolist()
-            lengths = [int(row[0]) for row in rows]
+        if not self._vectors and self._sent is not None:
+            with watch.collective(self._operation):
+                received = self._sent.read()
+            lengths = [length // 8 for length in self._sent.lengths()]
             if len(set(lengths)) > 1:
                 raise ShapeMismatchError(
                     f"{self._operation}: the processes sent {lengths} numbers. Each has to send as many as the others."
                 )
-            self._vectors = [tuple(row[1 : 1 + lengths[0]]) for row in rows]
+            numbers = struct.Struct(f"<{lengths[0]}d")
+            starts = range(HEADER_BYTES, len(received), self._sent.size)
+            self._vectors = [numbers.unpack_from(received, start) for start in starts]
         return self._vectors
 
 
@@ -144,95 +132,55 @@ def start_vector(values: Sequence[float], operation: str = "start_vector") -> Pe
     """Begin to send a few numbers from every process to every process, without waiting. Collective.
 
     Args:
-        values: as many on each process; they travel as float64.
+        values: as many on each process, 120 at most; they travel as float64.
         operation: what reports call it.
     """
-    size = -(-(1 + len(values)) // _VECTOR_STEP) * _VECTOR_STEP
-    row = torch.zeros(size, dtype=torch.float64)
-    row[: 1 + len(values)] = torch.tensor([len(values), *values], dtype=torch.float64)
+    length = 8 * len(values)
+    assert length <= FIRST_CAPACITY, f"{operation}: a vector of {len(values)} numbers does not fit into a slot"
     if world_size() == 1:
-        return PendingVector(row[None], None, operation)
-    row = row.to(control_device())
-    rows = row.new_empty(world_size(), size)
+        return PendingVector(None, operation, [tuple(map(float, values))])
+    way = channel()
+    slot = way.empty_slot(length, operation)
+    struct.pack_into(f"<{len(values)}d", slot, HEADER_BYTES, *values)
     with watch.collective(operation):
-        work = gather_into(rows.view(-1), row, async_op=True)
-    return PendingVector(rows, work, operation)
+        return PendingVector(way.send(slot, waits=False), operation)
 
 
-def gather_into(output: Tensor, tensor: Tensor, async_op: bool = False) -> Any:
-    """Fill a flat tensor with every process's, one after another: torch's collective under its present name."""
-    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    return gather(output, tensor, async_op=async_op)
-
-
-def control_device() -> torch.device:
-    """Where small values travel: the CPU, unless the script made a group that has no backend for it. Local."""
-    if "cpu:" in dist.get_backend_config():
-        return torch.device("cpu")
-    device = torch.accelerator.current_accelerator()
-    assert device is not None, "a group without a backend for the CPU has one for an accelerator"
-    return device
-
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """What one process sends: a length, the operation's tag, and the payload as far as the capacity goes."""
-
-    length: int
-    tag: bytes
-    payload: bytes
-
-    def pack(self, capacity: int) -> bytearray:
-        part = self.payload[:capacity]
-        return bytearray(b"".join((self.length.to_bytes(8, "little"), self.tag, part, bytes(capacity - len(part)))))
-
-    @classmethod
-    def unpack(cls, buffer: bytes) -> _Slot:
-        length = int.from_bytes(buffer[:8], "little")
-        return cls(length, buffer[8:_HEADER_BYTES], buffer[_HEADER_BYTES : _HEADER_BYTES + length])
-
-
-def _slot_of(payload: bytes, operation: str) -> _Slot:
-    return _Slot(len(payload), hashlib.blake2b(operation.encode(), digest_size=_HEADER_BYTES - 8).digest(), payload)
-
-
-def _gather_slots(payload: bytes, operation: str, capacity: int) -> list[_Slot]:
-    size = _HEADER_BYTES + capacity
-    received = bytes(_gather_buffer(_slot_of(payload, operation).pack(capacity)))
-    return [_Slot.unpack(received[start : start + size]) for start in range(0, len(received), size)]
-
-
-def _raise_meeting(slots: list[_Slot]) -> None:
-    where = "; ".join(f"process {index}: {slot.payload.decode(errors='replace')}" for index, slot in enumerate(slots))
-    raise DistributedError(
-        f"the processes are in different operations: {where}. All have to make the same calls in the same order: look "
-        "for a condition around one of these calls that holds on some processes only."
-    )
+def _gather_whole(payload: bytes, lengths: Sequence[int]) -> list[bytes]:
+    """Every process's payload, in a gather that is as large as the longest of them."""
+    size, device = max(lengths), channel().device
+    received = bytearray(size * len(lengths))
+    target = torch.frombuffer(received, dtype=torch.uint8)  # shares the memory
+    output = target.to(device)
+    gather_into(output, torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8).to(device))
+    if output is not target:
+        target.copy_(output)
+    return [bytes(received[size * index : size * index + length]) for index, length in enumerate(lengths)]
 
 
 def _broadcast_bytes(payload: bytes, from_process: int, operation: str) -> bytes:
-    capacity = 8 * _FIRST_CAPACITY  # a random state fits in
-    slot = _Slot.unpack(bytes(_broadcast_buffer(_slot_of(payload, operation).pack(capacity), from_process)))
-    if slot.length <= capacity:
-        return slot.payload
-    rest = bytearray(payload[capacity:] or bytes(slot.length - capacity))
-    return slot.payload + bytes(_broadcast_buffer(rest, from_process))
-
-
-def _gather_buffer(buffer: bytearray) -> bytearray:
-    received = bytearray(len(buffer) * world_size())
-    device = control_device()
-    target = torch.frombuffer(received, dtype=torch.uint8)  # shares the memory
-    output = target.to(device)
-    gather_into(output, torch.frombuffer(buffer, dtype=torch.uint8).to(device))
-    if output is not target:
-        target.copy_(output)
-    return received
+    """One process's bytes; as for all control messages, the first part travels in slots, in which others send none."""
+    way = channel()
+    sent = way.send(way.slot(payload, operation))
+    sent.read()
+    lengths = sent.lengths()
+    sources = [index for index, length in enumerate(lengths) if length]
+    if sources != [from_process]:
+        raise DistributedError(
+            f"{operation}: the processes {sources} sent something, and process {from_process} was expected to. All "
+            "processes have to name the same one as the source."
+        )
+    first = sent.payloads()[from_process]
+    missing = lengths[from_process] - len(first)
+    if not missing:
+        return first
+    rest = bytearray(payload[len(first) :] or bytes(missing))
+    return first + bytes(_broadcast_buffer(rest, from_process))
 
 
 def _broadcast_buffer(buffer: bytearray, from_process: int) -> bytearray:
     target = torch.frombuffer(buffer, dtype=torch.uint8)  # shares the memory
-    output = target.to(control_device())
+    output = target.to(channel().device)
     dist.broadcast(output, from_process)
     if output is not target:
         target.copy_(output)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from . import watch
-from .errors import ConfigError, LaunchError
+from .errors import ConfigError, LaunchError, suggest
 from .launched import Place, rendezvous_address
 
 
@@ -73,7 +73,7 @@ def connect(
     if dist.is_initialized():
         _check_members(place)
     else:
-        _join(place, backend or backend_of(device), timeout, init_method)
+        _join(place, _known(backend) if backend else backend_of(device), timeout, init_method)
     _Joined.place = place
     watch.start_watch(place.process_index, place.num_processes, timeout)
 
@@ -102,6 +102,19 @@ def _check_members(place: Place) -> None:
         )
 
 
+def _known(backend: str) -> str:
+    """The word for a backend, or for one per type of device, as in `"cpu:gloo,cuda:nccl"`, if torch has each.
+
+    Before any process waits for the others: torch looks at it only when all of them are there.
+    """
+    for part in backend.split(","):
+        name = part.rpartition(":")[2].strip().lower()
+        if not dist.is_backend_available(name):
+            known = [each for each in dist.Backend.backend_list if dist.is_backend_available(each)]
+            raise ConfigError(f"backend={backend!r}: this torch has no {name!r}. {suggest(name, known)}")
+    return backend
+
+
 def _join(place: Place, backend: str, timeout: timedelta | None, init_method: str | None) -> None:
     try:
         with _meeting_point(place, init_method), watch.noted_connections():
@@ -115,9 +128,10 @@ def _join(place: Place, backend: str, timeout: timedelta | None, init_method: st
     except ValueError as error:
         raise ConfigError(f"process group with backend={backend!r}, init_method={init_method!r}: {error}") from error
     except (RuntimeError, OSError) as error:
+        where = "MASTER_ADDR and MASTER_PORT are" if init_method is None else f"init_method={init_method!r} is"
         raise LaunchError(
             f"process {place.process_index} of {place.num_processes} could not join the others: {error}. Check that all"
-            " of them were started, and that MASTER_ADDR and MASTER_PORT are those of process 0 and free."
+            f" of them were started, and that {where} the same for all, reachable, and not in use by another run."
         ) from error
 
 

@@ -61,8 +61,8 @@ class _Names:
 
 
 # The first whose variables for index and count are set is taken: a launcher inside another is the one that counts.
-# Where it does not say which process of its machine this is, another that agrees with it may: srun sets MPICH's variables
-# for index and count beside its own.
+# Where it does not say which process of its machine this is, another that agrees with it may: srun sets MPICH's index
+# and count beside its own.
 _LAUNCHERS = (
     _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
     _Names(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import gc
+import dis
+import functools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -14,9 +16,10 @@ from .environment import PREFIXES
 from .errors import ConfigError
 from .group import is_connected
 from .launching import LaunchSettings, run_function
-from .process import ProcessMethods, ProcessState
+from .process import ProcessMethods
 
 _DEVICE_MODULES = ("cuda", "xpu", "npu", "hpu", "mlu", "musa", "sdaa")
+_EMPTY_CELL = CellType()  # of a variable that has no value yet
 # Libraries that are known to start a device when they are imported.
 _STARTERS = ("bitsandbytes", "deepspeed", "apex", "transformer_engine", "jax")
 
@@ -32,9 +35,11 @@ def debug_launcher(function: Callable[..., object], args: Sequence[Any] = (), nu
         args: its arguments.
         num_processes: how many.
     Raises:
+        ConfigError: this process is one of several, or the function uses an `Accelerator` or `Trainer` of it.
         LaunchError: a process failed; the text has its index and its traceback.
     """
     _check_fork(starts_devices=False)
+    _check_used(function, args)
     run_function(
         LaunchSettings(num_processes=num_processes, environment={f"{PREFIXES[0]}USE_CPU": "true"}), function, args
     )
@@ -75,7 +80,8 @@ def notebook_launcher(
         max_restarts: how often all are started again after one failed.
         monitor_interval: seconds between two looks at the processes.
     Raises:
-        ConfigError: a number is missing or wrong, or this process has started what forks can't go on with.
+        ConfigError: a number is missing or wrong, this process has started what forks can't go on with, or the function
+            uses an `Accelerator` or `Trainer` of it.
         LaunchError: a process failed; the text has its index and its traceback.
     """
     if num_processes is None:
@@ -96,8 +102,8 @@ def notebook_launcher(
     if settings.num_processes == 1:
         _call_here(settings, function, args)
         return
-    _check_accelerators()
     _check_fork(starts_devices=True)
+    _check_used(function, args)
     run_function(settings, function, args)
 
 
@@ -128,15 +134,63 @@ def _check_fork(*, starts_devices: bool) -> None:
         )
 
 
-def _check_accelerators() -> None:
-    """Refuse where an `Accelerator` exists: the function would use it in place of one that knows the processes."""
-    gc.collect()
-    for thing in gc.get_objects():
-        if issubclass(type(thing), ProcessMethods) and not issubclass(type(thing), ProcessState):
+def _check_used(function: Callable[..., object], args: Sequence[Any]) -> None:
+    """Refuse a function that uses what knows nothing of the processes to come: it would train alone in each of them.
+
+    What else there is in this process does no harm, since each process makes its own.
+    """
+    for name, value in (*_values_used_by(function), *((f"args[{i}]", value) for i, value in enumerate(args))):
+        is_object = hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType))
+        held = vars(value).values() if is_object else ()
+        if any(isinstance(each, ProcessMethods) for each in (value, *held)):
             raise ConfigError(
-                f"this process has an {type(thing).__name__} already, which believes to be alone. Create it inside the "
-                "function, and restart the notebook, or delete the one that there is, before the launch."
+                f"the function to launch uses {name}, {_with_article(type(value).__name__)} of this process, which "
+                "believes to be alone. Create it inside the function."
             )
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+
+
+def _values_used_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """The names and values that a function takes from around it, and that functions of its module take which it uses.
+
+    Not those that are only known when it runs, such as the attributes of an object.
+    """
+    waiting, seen = [function], set()
+    while waiting:
+        found: Any = waiting.pop()
+        if isinstance(found, functools.partial):
+            yield from ((f"argument {name}", value) for name, value in _arguments_of(found))
+            found = found.func
+        if isinstance(found, MethodType):
+            yield f"the object of {found.__qualname__}", found.__self__
+            found = found.__func__
+        if not isinstance(found, FunctionType) or found in seen:
+            continue
+        seen.add(found)
+        for name, value in _surroundings_of(found):
+            yield name, value
+            if isinstance(value, (FunctionType, functools.partial)) and value.__module__ == function.__module__:
+                waiting.append(value)
+
+
+def _arguments_of(partial: functools.partial[Any]) -> Iterator[tuple[str, Any]]:
+    yield from ((str(index), value) for index, value in enumerate(partial.args))
+    yield from partial.keywords.items()
+
+
+def _surroundings_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    codes = [function.__code__]
+    for code in codes:  # it grows by the functions inside
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    loaded = {step.argval for code in codes for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    yield from ((name, function.__globals__[name]) for name in sorted(loaded & function.__globals__.keys()))
+    variables = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    yield from ((name, cell.cell_contents) for name, cell in variables if cell != _EMPTY_CELL)
+    yield from (("a default", value) for value in function.__defaults__ or ())
+    yield from (function.__kwdefaults__ or {}).items()
 
 
 def _endpoint(rdzv_endpoint: str, host: str, port: int | str) -> tuple[str, int]:

@@ -19,9 +19,10 @@ from torch import Tensor
 from . import watch
 from .comparing import check_alike, check_tensors, is_debug_mode
 from .errors import ConfigError, DistributedError, ShapeMismatchError, suggest
-from .exchange import broadcast_encoded, exchange, gather_bytes, gather_encoded, gather_into
+from .exchange import broadcast_encoded, exchange, gather_bytes, gather_encoded
 from .group import rank, world_size
 from .nested import flatten, map_leaves
+from .slots import gather_into
 
 REDUCTIONS = ("mean", "sum", "none")
 

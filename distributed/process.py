@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, overload
@@ -173,18 +172,6 @@ class ProcessMethods:
         """Whether any process has pulled its trigger since the last check, on every process. Collective."""
         was_triggered, self._is_triggered = self._is_triggered, False
         return any(exchange(was_triggered, "check_trigger"))
-
-    @contextmanager
-    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Let processes that have more batches than others go on alone, in a context. In one process: no effect.
-
-        Args:
-            joinables: the prepared models that communicate.
-            even_batches: whether loaders complete their last round meanwhile; None leaves them as they are.
-        """
-        if not self.use_distributed:
-            warnings.warn("join_uneven_inputs has no effect in one process.", stacklevel=3)
-        yield
 
     @contextmanager
     def _first_where(self, is_first: bool) -> Iterator[None]:

@@ -14,12 +14,14 @@ __version__ = "0.1.0"
 __all__ = [
     "Accelerator",
     "AutocastKwargs",
+    "BatchSamplerShard",
     "CSVTracker",
     "Callback",
     "CheckpointError",
     "CollectiveTimeoutError",
     "CombinedLoader",
     "ConfigError",
+    "DDPCommunicationHookType",
     "DDPStrategy",
     "DataError",
     "DataLoaderConfiguration",
@@ -36,6 +38,7 @@ __all__ = [
     "GradientState",
     "InitProcessGroupKwargs",
     "Interval",
+    "IterableDatasetShard",
     "JSONLTracker",
     "LaunchError",
     "LearningRateMonitor",
@@ -53,6 +56,7 @@ __all__ = [
     "PartialState",
     "PeerFailedError",
     "Plan",
+    "Presharded",
     "ProcessState",
     "ProfileKwargs",
     "ProgressBar",
@@ -104,6 +108,8 @@ _NAMES_OF_MODULE = {
     "checkpoint.weights": ("load_weights", "save_weights"),
     "data.combined": ("CombinedLoader",),
     "data.configuration": ("DataLoaderConfiguration",),
+    "data.prepare": ("Presharded",),
+    "data.shards": ("BatchSamplerShard", "IterableDatasetShard"),
     "data.skip": ("skip_first_batches",),
     "distributed.errors": (
         "CheckpointError",
@@ -127,6 +133,7 @@ _NAMES_OF_MODULE = {
     "distributed.memory": ("find_executable_batch_size",),
     "distributed.process": ("PartialState", "ProcessState"),
     "distributed.random": ("set_seed", "synchronize_rng_states"),
+    "strategies.communication": ("DDPCommunicationHookType",),
     "strategies.ddp": ("DDPStrategy",),
     "strategies.gradient_state": ("GradientAccumulationPlugin", "GradientState"),
     "strategies.handlers": (
@@ -175,6 +182,8 @@ if TYPE_CHECKING:
     from .checkpoint.weights import load_weights, save_weights
     from .data.combined import CombinedLoader
     from .data.configuration import DataLoaderConfiguration
+    from .data.prepare import Presharded
+    from .data.shards import BatchSamplerShard, IterableDatasetShard
     from .data.skip import skip_first_batches
     from .distributed.errors import (
         CheckpointError,
@@ -198,6 +207,7 @@ if TYPE_CHECKING:
     from .distributed.memory import find_executable_batch_size
     from .distributed.process import PartialState, ProcessState
     from .distributed.random import set_seed, synchronize_rng_states
+    from .strategies.communication import DDPCommunicationHookType
     from .strategies.ddp import DDPStrategy
     from .strategies.gradient_state import GradientAccumulationPlugin, GradientState
     from .strategies.handlers import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .cli.launch_config import write_basic_config
 from .data.configuration import DataLoaderConfiguration
 from .data.sizes import find_batch_size
 from .distributed.environment import (
@@ -113,4 +114,5 @@ __all__ = [
     "synchronize_rng_states",
     "tqdm",
     "wait_for_everyone",
+    "write_basic_config",
 ]

@@ -19,7 +19,16 @@ from .handlers import DistributedDataParallelKwargs
 from .optimizer import move_optimizer_state
 from .outcome import StepOutcome
 from .post_local import PostLocalSGD
-from .replica import check_reduced, find_replica, must_reduce, replicate, translated, zero_loss
+from .replica import (
+    check_reduced,
+    find_replica,
+    has_open_forward,
+    must_reduce,
+    note_backward,
+    replicate,
+    translated,
+    zero_loss,
+)
 from .strategy import Strategy
 from .suitability import (
     check_alike,
@@ -135,6 +144,8 @@ class DDPStrategy(Strategy):
                 super().backward(loss, **kwargs)
             except RuntimeError as error:
                 raise self._translated(error) or error from error
+        for replica in self._replicas:
+            note_backward(replica)
         for model in self._manual:
             if not any(model is paused for paused in self._paused):
                 average_gradients(model.parameters(), "averaging of gradients")
@@ -167,7 +178,10 @@ class DDPStrategy(Strategy):
         replica = find_replica(model)
         if replica is not None:
             with watch.collective("reduction without a loss of its own"):
-                # What the wrapper does around a forward pass, so that the others' collectives find their partners.
+                # What the wrapper does around a forward pass, so that the others' collectives find their partners. A
+                # forward pass whose loss was dropped has broadcast the buffers already.
+                if has_open_forward(replica):
+                    replica.require_forward_param_sync = False
                 replica._pre_forward()  # type: ignore[no-untyped-call]
                 loss = zero_loss([p for p in replica.module.parameters() if p.requires_grad])
                 loss = replica._post_forward(loss)  # type: ignore[no-untyped-call]

@@ -17,6 +17,9 @@ from ..distributed.errors import DistributedError
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 """The attribute with which a model tells torch's DDP what to leave alone."""
 
+_AT_BACKWARD = "_loopwright_iterations_at_backward"
+"""The attribute of a wrapper that holds how many forward passes there had been at its newest backward."""
+
 _UNUSED = re.compile(r"indices which did not receive grad for rank \d+: ([\d ]+)")
 _READY_TWICE = re.compile(r"Parameter at index (\d+)\D.* marked as ready twice")
 _SHOWN_NAMES = 10
@@ -59,6 +62,19 @@ def must_reduce(replica: DistributedDataParallel) -> bool:
     A window that begins so has the same sum: the mean of one micro-batch is the same wherever it is taken.
     """
     return replica.static_graph and not replica._static_graph_delay_allreduce_enqueued
+
+
+def note_backward(replica: DistributedDataParallel) -> None:
+    """Note that the loss of the newest forward pass has gone backward. Local."""
+    replica.__dict__[_AT_BACKWARD] = getattr(replica.module, "num_calls", 0)
+
+
+def has_open_forward(replica: DistributedDataParallel) -> bool:
+    """Whether the newest forward pass has had no backward, since its loss was left out. Local.
+
+    It is known where another method than forward is called, as the Trainer does.
+    """
+    return bool(getattr(replica.module, "num_calls", 0) != replica.__dict__.get(_AT_BACKWARD, 0))
 
 
 def trained_names(replica: DistributedDataParallel) -> list[str]:

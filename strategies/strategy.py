@@ -84,7 +84,13 @@ class Strategy(ABC):
         return method
 
     def setup_dataloader(
-        self, loader: Iterable[Any], configuration: DataLoaderConfiguration | None = None, *, exact: bool = False
+        self,
+        loader: Iterable[Any],
+        configuration: DataLoaderConfiguration | None = None,
+        *,
+        exact: bool = False,
+        places: bool = True,
+        ordinal: int = 0,
     ) -> PreparedLoader:
         """The loader for this process: its share of the samples, each batch moved to the device. Collective.
 
@@ -93,14 +99,17 @@ class Strategy(ABC):
             configuration: how it is shared.
             exact: deal whole batches, none twice and none left out, so that an evaluation counts each sample once;
                 processes may get different numbers of batches then.
+            places: whether batches are moved to the device.
+            ordinal: tells this loader from others of the run, whose workers are to draw other numbers.
         """
         return prepare_loader(
             loader,
             process=self.process,
             configuration=configuration or DataLoaderConfiguration(),
-            device=self.device,
+            device=self.device if places else None,
             active=self.gradient_state.loaders,
             exact=exact,
+            ordinal=ordinal,
         )
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

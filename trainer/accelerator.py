@@ -25,6 +25,7 @@ from ..strategies.strategy import Strategy
 from ..strategies.unscaling import unscale, unscale_for
 from .arguments import (
     read_accumulation,
+    read_dataloader_config,
     read_precision,
     read_process,
     read_project,
@@ -108,7 +109,7 @@ class Accelerator(DataMethods, TrackingMethods, StateMethods):
         self._contexts = self.precision.contexts(self.handlers.get(AutocastKwargs))
         self.preparation = Preparation(
             self.strategy,
-            dataloader_config or DataLoaderConfiguration(),
+            read_dataloader_config(dataloader_config),
             device_placement=device_placement,
             context=self._contexts if self.precision.autocasts else None,
             scales_schedules=scale_scheduler_by_processes,

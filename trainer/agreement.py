@@ -11,10 +11,10 @@ may steer (`Callback.steers`) listens to such an event, one more vector is excha
 
 from __future__ import annotations
 
-import enum
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -29,6 +29,7 @@ from ..distributed import watch
 from ..distributed.errors import ConfigError, DataError, DistributedError, TaskError
 from ..distributed.exchange import PendingVector, exchange, start_vector
 from ..distributed.numbers import wide_float
+from .metrics import STEP
 
 if TYPE_CHECKING:
     from .run import Run, Training
@@ -36,34 +37,37 @@ if TYPE_CHECKING:
 Rows: TypeAlias = "list[tuple[float, ...]]"
 
 
-class Flag(enum.IntFlag):
-    """What one process says at a step boundary. Each holds for all as soon as any process says it."""
+class Flag:
+    """What one process says at a step boundary. Each holds for all as soon as any process says it.
 
-    ENDED = enum.auto()
+    Plain integers: those of `enum` take their time, and there are a dozen operations on them in each step.
+    """
+
+    ENDED = 1 << 0
     """Its data ends with this window, and so does the pass."""
-    STOP = enum.auto()
+    STOP = 1 << 1
     """The run is to end at this boundary, when what is due was done."""
-    STOP_NOW = enum.auto()
+    STOP_NOW = 1 << 2
     """`StopRun` was raised: the run is to end before anything else."""
-    END_EPOCH = enum.auto()
+    END_EPOCH = 1 << 3
     """`EndEpoch` was raised."""
-    DROP = enum.auto()
+    DROP = 1 << 4
     """Control flow left the window before its gradients were reduced: nobody steps on it."""
-    SKIP = enum.auto()
+    SKIP = 1 << 5
     """A callback drops this step."""
-    NONFINITE = enum.auto()
+    NONFINITE = 1 << 6
     """It does so for a value that is not finite."""
-    SIGNAL = enum.auto()
+    SIGNAL = 1 << 7
     """A signal asked this process to end."""
-    COUNTS = enum.auto()
+    COUNTS = 1 << 8
     """Its steps return `(loss_sum, count)`."""
-    MEANS = enum.auto()
+    MEANS = 1 << 9
     """Its steps return mean losses."""
-    DEVICE_COUNT = enum.auto()
+    DEVICE_COUNT = 1 << 10
     """Its count is on the device, where it has to be added up."""
 
 
-NOTHING = Flag(0)
+NOTHING = 0
 
 BEFORE_STEP = ("on_backward", "on_before_step")
 AFTER_STEP = ("on_step", "on_batch_end")
@@ -90,6 +94,8 @@ class Agreement:
         """Whether all have agreed to end the running pass."""
         self.was_left = False
         """Whether the newest window was left by control flow before its gradients were reduced."""
+        self.had_loss = False
+        """Whether any process has had a loss in this run."""
         self.seed = 0
         """Process 0's seed, from which each process has its own random numbers in training."""
         self.nonfinite_elsewhere = False
@@ -104,6 +110,7 @@ class Agreement:
         self._veto: ControlFlow | None = None
         self._warned_of_end = False
         self._samples = self._tokens = 0
+        self._losses_before = 0  # of the open window, in the epoch before
 
     # At a run's beginning and at those of its passes.
 
@@ -127,12 +134,16 @@ class Agreement:
         return found
 
     def begin_fit(self, *, is_manual: bool) -> None:
-        """Agree on where callbacks may steer from. Collective."""
+        """Agree on where callbacks may steer from, and on how long an epoch is. Collective."""
         self._is_manual = is_manual
         own = [self._steers_from(events) for events in self._votes]
         own[1] = own[1] or is_manual  # `training_step` itself steps, clips and stops there
-        found = exchange(own)
-        self._votes = {events: any(each[i] for each in found) for i, events in enumerate(self._votes)}
+        found = exchange([own, self._run.state.batches_per_epoch])
+        self._votes = {events: any(each[i] for each, _ in found) for i, events in enumerate(self._votes)}
+        lengths = [length for _, length in found]
+        self._run.state.batches_per_epoch = None if None in lengths else min(lengths)  # it ends with the first process
+        if not is_manual and self._run.training_log.exchange is not None:
+            self._run.training_log.exchange.seen.update({"": 0, STEP: 0})
 
     def begin_pass(self, training: Training, window: Window | None) -> Window | None:
         """The first window of a pass, None where the run is to stop before it. Collective.
@@ -156,14 +167,28 @@ class Agreement:
 
     # In a window.
 
-    def open_window(self, window: Window) -> None:
-        """A window begins. Local."""
+    def open_window(self, training: Training, window: Window) -> Window:
+        """A window begins. Collective where an epoch's end may leave it open on some processes and not on others.
+
+        Returns:
+            The window, which closes on all processes or on none: on all if it is full on one.
+        """
+        if training.remainder == "carry" and not training.loader.is_even:
+            closes = any(exchange(window.closes, "open a window"))
+            if closes and not window.closes:
+                assert training.reader is not None
+                window, training.reader.carried = replace(window, closes=True), 0
         self._window = window
         self._is_decided = self.was_left = self.nonfinite_elsewhere = self._ends_epoch = False
         self._agreed_flow = self._veto = None
+        self._losses_before = training.loss.num_losses
+        if not training.carried and not self._is_manual:
+            self._run.training_log.expect(STEP, None)
+        return window
 
     def hold(self, samples: object, tokens: int) -> None:
         """Count what this process sees of a window; the counters get the sum over all at its end. Local."""
+        watch.stand("training_step", self._run.state.step)
         self._samples += samples if type(samples) is int else 0
         self._tokens += tokens
 
@@ -172,7 +197,7 @@ class Agreement:
         """Whether the next backward is the last of its window, in automatic optimization."""
         return not self._is_manual and self._run.strategy.gradient_state.sync_gradients
 
-    def send(self, flags: Flag = NOTHING) -> None:
+    def send(self, flags: int = NOTHING) -> None:
         """Send this process's part of a window's vector, before its last backward. `receive` reads it. Local."""
         assert self._run.training is not None
         loss, count = self._run.training.loss, 0.0
@@ -184,7 +209,7 @@ class Agreement:
             flags |= Flag.MEANS
         if self._window.is_last:
             flags |= Flag.ENDED
-        self._pending = self._start(flags, losses=loss.num_losses, count=count)
+        self._pending = self._start("agree on a step", flags, losses=loss.num_losses, count=count)
 
     @property
     def is_sent(self) -> bool:
@@ -202,8 +227,11 @@ class Agreement:
         """
         assert self._pending is not None
         pending, self._pending, self._is_decided = self._pending, None, True
-        rows = self._finish("agree on a step", pending)
+        rows = self._finish(pending)
         flags = _any(rows)
+        if self._run.training_log.exchange is not None:
+            num_losses = training.loss.num_losses
+            self._run.training_log.exchange.count_losses(num_losses, num_losses - self._losses_before)
         if flags & Flag.DROP:
             self.was_left = True
             self._raise_agreed(StopRun(self._run.stop_reason or "") if self.stops else EndEpoch())
@@ -211,6 +239,7 @@ class Agreement:
         if flags & Flag.COUNTS and flags & Flag.MEANS:
             raise _mixed(rows)
         losses = int(sum(row[2] for row in rows))
+        self.had_loss = self.had_loss or losses > 0
         count: Any = sum(row[3] for row in rows) if flags & Flag.COUNTS else None
         if flags & Flag.DEVICE_COUNT:
             count = self._add_up_on_device(training.loss.count)
@@ -307,10 +336,10 @@ class Agreement:
 
     # Inside.
 
-    def _exchange(self, what: str, flags: Flag = NOTHING, losses: float = 0.0) -> Rows:
-        return self._finish(what, self._start(flags, losses=losses))
+    def _exchange(self, what: str, flags: int = NOTHING, losses: float = 0.0) -> Rows:
+        return self._finish(self._start(what, flags, losses=losses))
 
-    def _start(self, flags: Flag, *, losses: float = 0.0, count: float = 0.0) -> PendingVector:
+    def _start(self, what: str, flags: int, *, losses: float = 0.0, count: float = 0.0) -> PendingVector:
         run, state = self._run, self._run.state
         flags, self._flags = flags | self._flags, NOTHING
         if run.stop_reason is not None and not self.stops:
@@ -319,18 +348,18 @@ class Agreement:
             flags |= Flag.SIGNAL
         samples, tokens, self._samples, self._tokens = self._samples, self._tokens, 0, 0
         return start_vector(
-            (int(flags), state.own_seconds, losses, count, samples, tokens, state.batch, state.micro_step)
+            (int(flags), state.own_seconds, losses, count, samples, tokens, state.batch, state.micro_step), what
         )
 
-    def _finish(self, what: str, pending: PendingVector) -> Rows:
-        with watch.collective(what):
-            rows = pending.read()
+    def _finish(self, pending: PendingVector) -> Rows:
+        rows = pending.read()
         run, state, flags = self._run, self._run.state, _any(rows)
         state.agreed_seconds = rows[0][1]  # one clock for all
-        state.samples += int(sum(row[4] for row in rows))
-        state.tokens += int(sum(row[5] for row in rows))
+        _, _, _, _, samples, tokens, batches, micro_steps = zip(*rows, strict=True)
+        state.samples += int(sum(samples))
+        state.tokens += int(sum(tokens))
         # Windows of different length, where the data does not divide evenly: the longest counts.
-        state.batch, state.micro_step = int(max(row[6] for row in rows)), int(max(row[7] for row in rows))
+        state.batch, state.micro_step = int(max(batches)), int(max(micro_steps))
         if flags & Flag.ENDED and not self.ends_pass:
             self.ends_pass = True
             self._warn_of_end(rows)
@@ -385,10 +414,10 @@ class Agreement:
             )
 
 
-def _any(rows: Rows) -> Flag:
+def _any(rows: Rows) -> int:
     flags = NOTHING
     for row in rows:
-        flags |= Flag(int(row[0]))
+        flags |= int(row[0])
     return flags
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..data.configuration import DataLoaderConfiguration
 from ..distributed.environment import read_flag, read_int, read_variable
 from ..distributed.errors import ConfigError, suggest
 from ..distributed.group import is_connected
@@ -64,6 +65,22 @@ def refuse_others(others: Mapping[str, Any], cls: type) -> None:
             raise ConfigError(f"Accelerator({name}={value!r}) is unknown. {suggest(name, known)}")
         if value is not None and str(value).lower() != "no":
             raise ConfigError(f"Accelerator({name}={value!r}) can't be used here. {_ABSENT[name]} Leave it out.")
+
+
+def read_dataloader_config(given: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
+    """How loaders are prepared.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if given is None:
+        return DataLoaderConfiguration()
+    if not isinstance(given, DataLoaderConfiguration):
+        raise ConfigError(
+            f"dataloader_config={given!r:.80}. Expected a DataLoaderConfiguration, such as "
+            "DataLoaderConfiguration(split_batches=True), or None."
+        )
+    return given
 
 
 def read_process(cpu: bool | None, handlers: Handlers) -> ProcessState:

@@ -18,6 +18,7 @@ from ..callbacks.bus import Event
 from ..callbacks.callback import Callback, EndEpoch, SkipBatch, StopRun
 from ..data.sizes import AmbiguousBatchSizeError
 from ..data.window import check_length
+from ..distributed import watch
 from ..distributed.nested import send_to_device
 from ..distributed.numbers import to_numbers
 from ..distributed.operations import gather_object
@@ -185,6 +186,8 @@ def batches_of(
         for index, batch in enumerate(islice(loader, limit)):
             log.samples, log.window = samples_of(run, batch), index
             log.expect(suffix, 1)
+            if run.agreement is not None:
+                watch.stand(stage.step, run.state.step)
             yield step, batch, data.number_of(index)
         check_length(loader, index + 1, limit)
         if index < 0 and data.process_index == 0:  # which gets the first batch, if there is any

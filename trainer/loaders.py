@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from torch.utils.data import DataLoader
 
 from ..data.combined import CombinedLoader
+from ..data.configuration import DataLoaderConfiguration
 from ..data.loader import PreparedLoader, loader_length
 from ..distributed.errors import ConfigError, DataError, suggest
 from ..strategies.strategy import Strategy
@@ -105,16 +106,27 @@ def evaluation_loaders(data: Any, stage: str) -> dict[str, Iterable[Any]]:
     return loaders
 
 
-def evaluation_data(data: Any, stage: str, limit: int | float | None, strategy: Strategy) -> EvaluationData:
+def evaluation_data(
+    data: Any, stage: str, limit: int | float | None, strategy: Strategy, configuration: DataLoaderConfiguration
+) -> EvaluationData:
     """The prepared loaders of an evaluation with their limits.
 
     Batch k of a loader goes to process k % n of n, so that each sample is counted once; limits are over all processes.
+    Of the configuration, which is that of training, an evaluation takes the seeds and how batches are copied.
     """
+    own = DataLoaderConfiguration(
+        use_seedable_sampler=configuration.use_seedable_sampler,
+        data_seed=configuration.data_seed,
+        non_blocking=configuration.non_blocking,
+    )
     loaders = evaluation_loaders(data, stage)
     limits = [batches_allowed(limit, loader, stage) for loader in loaders.values()]
     index, count = strategy.process.process_index, strategy.process.num_processes
     return EvaluationData(
-        {name: strategy.setup_dataloader(loader, exact=True) for name, loader in loaders.items()},
+        {
+            name: strategy.setup_dataloader(loader, own, exact=True, ordinal=1 + position)
+            for position, (name, loader) in enumerate(loaders.items())
+        },
         [None if limit is None else max(-(-(limit - index) // count), 0) for limit in limits],
         process_index=index,
         num_processes=count,

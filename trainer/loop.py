@@ -81,9 +81,7 @@ def fit_epoch(run: Run, training: Training) -> None:
                     if state.batch == 0 and not run.is_stopping:
                         refuse_empty_pass(run, training, reader)
                 except EndEpoch:
-                    drop_open_window(run, training)
-                    state.epoch_ended = True
-                    do_what_is_due(run, training)
+                    cut_epoch(run, training)
                 except StopRun as stop:
                     drop_open_window(run, training)
                     run.stop(str(stop) or "StopRun was raised")
@@ -96,6 +94,16 @@ def fit_epoch(run: Run, training: Training) -> None:
             state.epoch += 1
             state.batch = 0
             state.epoch_ended = False
+
+
+def cut_epoch(run: Run, training: Training) -> None:
+    """End an epoch at `EndEpoch`: this boundary is its last."""
+    drop_open_window(run, training)
+    run.state.epoch_ended = True
+    try:
+        do_what_is_due(run, training)
+    except StopRun as stop:  # the epoch is closed all the same
+        run.stop(str(stop) or "StopRun was raised")
 
 
 def finish_epoch(run: Run, training: Training) -> None:
@@ -124,7 +132,7 @@ def fit_window(run: Run, training: Training, window: Window) -> None:
         gradient_state.window_size = size
         run.training_log.window = run.state.micro_step
     if agreement is not None:
-        agreement.open_window(window)
+        window = agreement.open_window(training, window)
     last = len(window.batches) - 1
     try:
         for position, batch in enumerate(window.batches):
@@ -139,9 +147,7 @@ def fit_window(run: Run, training: Training, window: Window) -> None:
             raise
         agreement.leave(training, flow)
     training.carried = 0 if window.closes else training.carried + len(window.batches)
-    run.state.epoch_ended = window.is_last
-    if agreement is not None:
-        run.state.epoch_ended = agreement.close_window()
+    run.state.epoch_ended = window.is_last if agreement is None else agreement.close_window()
 
 
 def fit_batch(run: Run, training: Training, batch: Any) -> None:
@@ -347,7 +353,7 @@ def close_epoch(run: Run, training: Training, reader: WindowReader) -> None:
     run.trainer.metrics.update(to_numbers(training.last_values))
     if values:
         run.record(values)
-    if run.state.epoch_ended and run.state.epoch == 0:
+    if run.state.epoch_ended and run.state.epoch == 0 and (run.agreement is None or not run.agreement.had_loss):
         check_first_epoch(run, training)
     if run.state.epoch_ended and training.is_automatic:
         for rate in training.epoch_schedulers:

@@ -11,7 +11,7 @@ from ..distributed import watch
 from ..distributed.errors import MetricError
 from ..distributed.exchange import exchange
 from ..distributed.numbers import to_numbers
-from .metrics import Sum, extreme
+from .metrics import STEP, Sum, extreme
 
 
 class MetricExchange:
@@ -20,8 +20,16 @@ class MetricExchange:
     def __init__(self) -> None:
         self.seen: dict[str, int] = {}
         """Batches that this process has seen, by the suffix that metrics of their loader have: one that has seen none
-        need not log what the others log.
+        need not log what the others log. In training: those of the epoch that gave a loss, and by `STEP` those of the
+        newest window, where they are counted.
         """
+
+    def count_losses(self, in_window: int, in_epoch: int) -> None:
+        """Note the losses on this process of the window of training that ends, and those of them that its epoch gave.
+        Local.
+        """
+        self.seen[STEP] = in_window
+        self.seen[""] = self.seen.get("", 0) + in_epoch
 
     def __call__(self, sums: Mapping[str, Sum], sources: Mapping[str, Any]) -> dict[str, Any]:
         """The values of all names over all processes, as plain numbers. Collective.
@@ -46,10 +54,12 @@ class MetricExchange:
                     shared[key] = [each.reduce, total, weight]
                 else:
                     own[key] = Sum(each.reduce, total, weight, False).value()
-        rows = exchange({"sums": shared, "sources": sorted(sources), "seen": self.seen}, "exchange logged values")
+        told = {"sums": shared, "own": own, "sources": sorted(sources), "seen": self.seen}
+        rows = exchange(told, "exchange logged values")
         self._check(rows)
         values = {name: _merge(name, rows) for name in _names(rows, "sums")}
-        return own | values | self._compute(rows, sources)
+        first = {name: value for row in reversed(rows) for name, value in row["own"].items()}
+        return first | values | self._compute(rows, sources)
 
     def _check(self, rows: list[dict[str, Any]]) -> None:
         for kind in ("sums", "sources"):
@@ -58,7 +68,7 @@ class MetricExchange:
                 lacks = [index for index, row in enumerate(rows) if index not in has and _was_to_log(name, row, rows)]
                 if lacks:
                     raise MetricError(
-                        f"log({name.removeprefix('step:')!r}): processes {has} logged it and processes {lacks} did "
+                        f"log({name.removeprefix(STEP)!r}): processes {has} logged it and processes {lacks} did "
                         "not. Log the same names on every process, or this one with sync=False: process 0's value then."
                     )
 
@@ -94,7 +104,9 @@ def _compute_in(metric: Any, group: Any) -> Any:
 
 
 def _was_to_log(name: str, row: Mapping[str, Any], rows: list[dict[str, Any]]) -> bool:
-    """Whether a process that has seen a batch of this name's loader."""
+    """Whether a process that has seen a batch which this name belongs to."""
+    if name.startswith(STEP):
+        return bool(row["seen"].get(STEP, 1))
     suffixes = sorted({suffix for each in rows for suffix in each["seen"]}, key=len, reverse=True)
     suffix = next((each for each in suffixes if each and name.endswith(each)), "")
     return bool(row["seen"].get(suffix, 0))

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 Reduce: TypeAlias = Literal["mean", "sum", "min", "max"]
 
-_STEP = "step:"  # marks the newest window's values where they travel together with those over the epoch
+STEP = "step:"
+"""Marks the newest window's values where several processes exchange them."""
 
 _FOLD_EVERY = 256  # values of a metric that are held before they are folded into its running total
 
@@ -247,10 +248,10 @@ class MetricLog:
         if progress_bar:
             self.progress[name] = value
 
-    def expect(self, suffix: str, num_batches: int) -> None:
-        """Note so many more batches seen of the loader with a suffix, where other processes want to know."""
+    def expect(self, suffix: str, num_batches: int | None) -> None:
+        """Note so many more batches seen of a suffix's loader, where other processes want to know; None: none so far."""
         if self.exchange is not None:
-            self.exchange.seen[suffix] = self.exchange.seen.get(suffix, 0) + num_batches
+            self.exchange.seen[suffix] = 0 if num_batches is None else self.exchange.seen.get(suffix, 0) + num_batches
 
     def _open(self, name: str, on_step: bool | None, on_epoch: bool | None, reduce: Reduce) -> Metric:
         if not isinstance(name, str) or not name:
@@ -310,7 +311,7 @@ class MetricLog:
 
     def step_values(self) -> dict[str, Any]:
         """The values of the newest window for a step record. Collective where there are several processes."""
-        return self._values(self._step_sums())
+        return self._values_of(self._step_sums(), {}, {})[0]
 
     def epoch_values(self) -> dict[str, Any]:
         """The values over the epoch; then begins anew. Collective where there are several processes."""
@@ -325,23 +326,25 @@ class MetricLog:
             keeps_window: the newest window goes on, so that its value will be over both parts of it.
         """
         steps = self._step_sums()
-        epochs, sources = self._close(keeps_window=keeps_window)
-        if self.exchange is None:
-            found = self._values(steps), self._values(epochs, sources)
-        else:  # one collective for both
-            marked = {f"{_STEP}{name}": part for name, part in steps.items()}
-            values = self._values(marked | epochs, sources)
-            newest = {name.removeprefix(_STEP): value for name, value in values.items() if name.startswith(_STEP)}
-            found = newest, {name: value for name, value in values.items() if not name.startswith(_STEP)}
+        found = self._values_of(steps, *self._close(keeps_window=keeps_window))
         self.reset()
+        if self.exchange is not None and STEP in self.exchange.seen:
+            self.exchange.seen[""] = 0
         return found
 
     def late_values(self) -> dict[str, Any]:
         """What was logged after the record that it would have belonged to; then begins anew. Collective, as above."""
         is_empty = not any(metric.entries or metric.source is not None for metric in self.metrics.values())
-        if is_empty and self.exchange is None:
+        if self.exchange is not None:
+            self.exchange.seen.update(dict.fromkeys(self.exchange.seen, 1))  # it belongs to no batch: all have to log
+        elif is_empty:
             return {}
+        carried = {name: metric.kept for name, metric in self.metrics.items()}
+        for metric in self.metrics.values():
+            metric.kept = []  # its window goes on, and has its own record
         steps, epochs = self.close_epoch()
+        for name, kept in carried.items():
+            self.metrics[name].kept = kept
         return steps | epochs
 
     def _step_sums(self) -> dict[str, Sum]:
@@ -366,6 +369,16 @@ class MetricLog:
             elif (part := metric.epoch_sum()) is not None:
                 found[name] = part
         return found, sources
+
+    def _values_of(
+        self, steps: dict[str, Sum], epochs: dict[str, Sum], sources: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the sums of a window and of an epoch come to, in one collective for both."""
+        if self.exchange is None:
+            return self._values(steps), self._values(epochs, sources)
+        values = self._values({f"{STEP}{name}": part for name, part in steps.items()} | epochs, sources)
+        newest = {name.removeprefix(STEP): value for name, value in values.items() if name.startswith(STEP)}
+        return newest, {name: value for name, value in values.items() if not name.startswith(STEP)}
 
     def _values(self, sums: dict[str, Sum], sources: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What sums come to, over all processes."""

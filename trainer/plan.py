@@ -14,7 +14,10 @@ from torch.utils.data import BatchSampler
 from ..callbacks.bus import overridden
 from ..callbacks.intervals import Schedule
 from ..callbacks.state import RunState
+from ..data.dealing import DealtLoader
 from ..data.loader import PreparedLoader
+from ..data.prepare import NativeShard
+from ..data.shards import BatchSamplerShard
 from ..data.sizes import find_batch_size
 from ..data.window import Window
 from ..distributed.units import size_bytes
@@ -40,10 +43,13 @@ class Plan:
     steps: int = 0
     """Optimizer steps in all."""
     batches: int = 0
-    """Micro-batches in all."""
+    """Micro-batches in all, of each process."""
     epochs: float = 0.0
     samples: int | None = 0
-    """Samples in all, None where the loader does not tell."""
+    """Samples of all processes in all, None where the loader does not tell."""
+    num_processes: int = 1
+    samples_per_step: int | None = None
+    """Samples of all processes in the first optimizer step, None where the loader does not tell."""
     batches_per_epoch: int | None = None
     steps_per_epoch: int | None = None
     end: str = ""
@@ -62,7 +68,8 @@ class Plan:
     """What looks wrong."""
 
     def __str__(self) -> str:
-        return "\n".join([*_describe_length(self), *_describe_due(self), *_describe_rest(self)])
+        parts = (_describe_processes, _describe_length, _describe_due, _describe_rest)
+        return "\n".join(line for part in parts for line in part(self))
 
 
 def make_plan(trainer: Trainer, task: Task, train: Any, val: Any) -> Plan:
@@ -71,6 +78,7 @@ def make_plan(trainer: Trainer, task: Task, train: Any, val: Any) -> Plan:
     with _captured_warnings() as caught, _belonging_to(trainer, task):
         training = prepare_training(run, trainer.settings, train, val)
     plan = Plan(
+        num_processes=trainer.process.num_processes,
         batches_per_epoch=training.num_batches,
         callbacks=[(type(c).__name__, list(overridden(c))) for c in run.callbacks],
         weights=_count_weights(task),
@@ -111,6 +119,7 @@ def _walk(plan: Plan, run: Run, training: Training, schedules: Mapping[str, Sche
     """Go through all windows of the run as the loop does, with counters alone."""
     state = run.state
     sizes = _batch_sizes(training)
+    plan.samples_per_step = None if sizes is None else sum(sizes[: training.window_size])
     _note_rate(plan, training, 0)
     while training.limits.reached(state) is None and state.micro_step < MOST_BATCHES:
         epoch_began = state.step
@@ -199,16 +208,33 @@ def _note_rate(plan: Plan, training: Training, step: int) -> None:
 
 
 def _batch_sizes(training: Training) -> list[int] | None:
-    """The samples of each batch of an epoch, None where the loader does not tell them."""
+    """The samples of all processes in each batch of an epoch, None where the loader does not tell them."""
+    sizes = _own_sizes(training)
+    dealer = training.loader.dealer
+    if sizes is None or dealer is None:
+        return sizes
+    # Each round gives all processes as many samples as long as all batches, and the completed last one, are alike.
+    is_alike = len(set(sizes)) == 1 and not isinstance(dealer, NativeShard)
+    return [size * training.loader.num_processes for size in sizes] if is_alike else None
+
+
+def _own_sizes(training: Training) -> list[int] | None:
     loader: Any = training.loader.loader
     count = training.num_batches
+    if isinstance(loader, DealtLoader) and isinstance(loader.loader, (list, tuple)) and count is not None:
+        found = {find_batch_size(batch) for batch in loader.loader}
+        return None if None in found or len(found) > 1 else [size for size in found if size is not None] * count
     if isinstance(loader, (list, tuple)):
         sizes = [find_batch_size(batch) for batch in loader[:count]]
         return None if None in sizes else [size for size in sizes if size is not None]
+    batches = getattr(loader, "batch_sampler", None)
+    if isinstance(batches, BatchSamplerShard) and count is not None:
+        known = batches.even_batches and not batches.split_batches and type(batches.batch_sampler) is BatchSampler
+        return [batches.batch_sampler.batch_size] * count if known else None
     size = getattr(loader, "batch_size", None)
     if size is None or count is None:
         return None
-    if type(getattr(loader, "batch_sampler", None)) is not BatchSampler or not hasattr(loader.sampler, "__len__"):
+    if type(batches) is not BatchSampler or not hasattr(loader.sampler, "__len__"):
         return None
     left = len(loader.sampler)
     return [min(size, left - index * size) for index in range(count)]
@@ -311,6 +337,13 @@ def _captured_warnings() -> Iterator[list[str]]:
 
 
 # The report.
+
+
+def _describe_processes(plan: Plan) -> list[str]:
+    if plan.num_processes == 1:
+        return []
+    of_all = "" if plan.samples_per_step is None else f", a step takes {plan.samples_per_step:,} samples of all"
+    return [f"Processes   {plan.num_processes}{of_all}; batches are those of each"]
 
 
 def _describe_length(plan: Plan) -> list[str]:

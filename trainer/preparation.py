@@ -18,7 +18,9 @@ from ..data.combined import CombinedLoader
 from ..data.configuration import DataLoaderConfiguration
 from ..data.dispatch import DispatchedLoader
 from ..data.loader import PreparedLoader
-from ..distributed.errors import ConfigError
+from ..data.samplers import is_skipping
+from ..data.sizes import loader_length
+from ..distributed.errors import ConfigError, DataError
 from ..strategies.forward import wrap_forward
 from ..strategies.optimizer import GatedOptimizer, move_optimizer_state, parameters_of
 from ..strategies.precision import ContextFactory
@@ -150,12 +152,19 @@ class Preparation:
             slice_fn: cuts a process's share out of what the main process has read.
         Raises:
             ConfigError: it can't be iterated.
+            DataError: it holds nothing, or no process would get a batch.
         """
         if not hasattr(loader, "__iter__"):
             raise ConfigError(f"prepare_data_loader got a {type(loader).__name__}. Expected an iterable of batches.")
         active = self.strategy.gradient_state.loaders
-        if isinstance(loader, PreparedLoader) and loader.active is active:
-            return _add(self.loaders, loader)
+        if isinstance(loader, PreparedLoader):
+            if loader.active is active:
+                return _add(self.loaders, loader)
+        elif loader_length(loader) == 0 and not is_skipping(loader):
+            raise DataError(
+                f"prepare got a {type(loader).__name__} that has no batch: its length is 0. Check its dataset and its "
+                "sampler, and drop_last with a batch size larger than the data."
+            )
         prepared = self._adapt(loader, self._place(place))
         if slice_fn is not None and isinstance(prepared.dealer, DispatchedLoader):
             prepared.dealer.slice_fn = slice_fn
@@ -204,12 +213,10 @@ class Preparation:
         return state.num_steps if state.is_exact else 1
 
     def _adapt(self, loader: Any, place: bool) -> PreparedLoader:
-        prepared = self.strategy.setup_dataloader(loader, self.configuration)
+        prepared = self.strategy.setup_dataloader(loader, self.configuration, places=place, ordinal=len(self.loaders))
         prepared.non_blocking = self.configuration.non_blocking
         prepared.lookahead = self._lookahead
         prepared.shared_generators = [*prepared.shared_generators, *self._agreed_generators()]
-        if not place:
-            prepared.device = None
         return prepared
 
     def _agreed_generators(self) -> list[torch.Generator]:

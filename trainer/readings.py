@@ -17,6 +17,7 @@ from ..strategies.strategy import Strategy
 from .accelerator import Accelerator
 from .run import Run
 from .settings import Settings
+from .signature import bind_step
 
 
 class RunReadings:
@@ -108,6 +109,15 @@ class RunReadings:
         return None if run is None or run.evaluation is None else run.evaluation.num_batches
 
     @property
+    def evaluation_loader(self) -> int:
+        """The number of the loader whose batches the evaluation goes through, 0 where there is one."""
+        run = self._run
+        if run is None or run.evaluation is None:
+            return 0
+        names = list(run.evaluation.loaders)
+        return names.index(run.log.suffix) if run.log.suffix in names else 0
+
+    @property
     def nonfinite_elsewhere(self) -> bool:
         """Whether another process dropped the newest step for a value that is not finite."""
         agreement = None if self._run is None else self._run.agreement
@@ -122,11 +132,11 @@ class RunReadings:
         return training.wait_seconds + (training.reader.wait_seconds if training.reader else 0.0)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """The task's `training_step` as the loop calls it, in the run's precision. Fires no event."""
-        training = self._newest("training_step").training
-        if training is None:
+        """The task's `training_step` in the run's precision. Fires no event. Local: past the strategy's wrapper."""
+        run = self._newest("training_step")
+        if run.training is None:
             raise ConfigError("trainer.training_step before the first fit: there is no training to do a step of.")
-        return training.step(batch, batch_idx)
+        return bind_step(run.task.training_step, run.precision)(batch, batch_idx)
 
     def unwrapped_model(self) -> nn.Module:
         """The task without what strategy and compiler put around it."""

@@ -276,10 +276,16 @@ class Run:
         metrics = to_numbers(values)
         step = self.state.step
         metrics["epoch"] = self.state.epochs_done
-        with refused(SkipBatch, EndEpoch):
-            self.emit(Callback.on_log, metrics, step)
+        stop: StopRun | None = None
+        try:
+            with refused(SkipBatch, EndEpoch):
+                self.emit(Callback.on_log, metrics, step)
+        except StopRun as asked:  # the record stands, on this process as on those that only follow
+            stop = asked
         self.trackers.log(metrics, step)
         self.remember(metrics)
+        if stop is not None:
+            raise stop
         return metrics
 
     def read_tokens(self) -> None:

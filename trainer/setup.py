@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..callbacks.bus import bind
-from ..callbacks.callback import Callback, SkipBatch
+from ..callbacks.callback import Callback, EndEpoch, SkipBatch, StopRun
 from ..callbacks.intervals import Interval, Schedule
 from ..callbacks.state import RunState
 from ..data.loader import PreparedLoader
@@ -137,9 +137,19 @@ def prepare_training(run: Run, settings: Settings, train: Any, val: Any) -> Trai
 
 
 def _announce_step(run: Run, optimizer: Optimizer) -> bool:
-    """Fire `on_before_step` in manual optimization. Returns whether the step is to be applied."""
+    """Fire `on_before_step` in manual optimization. Returns whether the step is to be applied, on all processes.
+
+    Collective where a callback may drop it.
+    """
     try:
-        run.emit(Callback.on_before_step, optimizer)
+        try:
+            run.emit(Callback.on_before_step, optimizer)
+        except (SkipBatch, EndEpoch, StopRun) as flow:
+            if run.agreement is None:
+                raise
+            run.agreement.veto(flow)
+        if run.agreement is not None:
+            run.agreement.vote()
     except SkipBatch:
         return False
     return True
@@ -183,11 +193,12 @@ def _read_data(run: Run, settings: Settings, train: Any, val: Any) -> tuple[Prep
     if settings.overfit_batches is not None:
         loader = first_batches(loader, settings.overfit_batches)
         val = None if val is None else loader
-    prepared = run.strategy.setup_dataloader(loader)
+    configuration = run.trainer.accelerator.dataloader_config
+    prepared = run.strategy.setup_dataloader(loader, configuration)
     limit = settings.batch_limits.get("val")
     if val is None or limit == 0 or settings.val_interval.is_never:
         return prepared, None
-    return prepared, evaluation_data(val, "val", limit, run.strategy)
+    return prepared, evaluation_data(val, "val", limit, run.strategy, configuration)
 
 
 def _epoch_length(loader: PreparedLoader, limit: int | None) -> int | None:
@@ -282,7 +293,8 @@ def prepare_evaluation(run: Run, settings: Settings, stage: Stage, data: Any) ->
         data = getattr(task, f"{short}_dataloader")()
     if data is None:
         raise DataError(f"there is no {stage.name} data. Pass it, or give the task a {short}_dataloader().")
-    found = evaluation_data(data, stage.name, settings.batch_limits.get(short), run.strategy)
+    configuration = run.trainer.accelerator.dataloader_config
+    found = evaluation_data(data, stage.name, settings.batch_limits.get(short), run.strategy, configuration)
     build_model(task, settings.compiles)
     run.model, _ = run.strategy.setup(task, [], None)
     return found

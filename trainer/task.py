@@ -122,7 +122,7 @@ class Task(nn.Module):
             reduce: `"mean"` (weighted by samples), `"sum"`, `"min"` or `"max"` over batches.
             batch_size: the weight of this value in a mean; by default the samples of the batch.
             progress_bar: also show the newest value in the progress bar.
-            sync: reduce it over processes.
+            sync: reduce it over processes. False: the value of process 0, or of the first that has one.
         Raises:
             MetricError: the value is no single number, the options differ from those of earlier calls, or the batch's
                 number of samples can't be told.

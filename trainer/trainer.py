@@ -22,7 +22,8 @@ from ..callbacks.intervals import Interval
 from ..callbacks.limits import Limits
 from ..callbacks.order import sort_callbacks
 from ..callbacks.state import RunState
-from ..checkpoint.weights import save_weights
+from ..checkpoint.weights import save_weights, weights_file
+from ..data.configuration import DataLoaderConfiguration
 from ..data.window import Remainder
 from ..distributed import watch
 from ..distributed.environment import read_flag
@@ -48,7 +49,7 @@ from .settings import Settings, read_fast_dev_run
 from .setup import check_task, join_others, place, prepare_evaluation, prepare_training, rebind, start_run
 from .signals import ending_on_sigterm
 from .task import Task
-from .world import read_world
+from .world import read_timeout, read_world, warn_of_timeout
 
 if TYPE_CHECKING:
     from ..distributed.peers import Peers
@@ -68,6 +69,8 @@ class Trainer(RunReadings):
             a launcher one, or all of this machine with a strategy for several. A script that no launcher has started
             runs itself again for each further device.
         num_nodes: how many machines take part; more than one need a launcher.
+        process_timeout: how long processes wait for one that does not come before the run fails: `"10 min"`, seconds,
+            or a timedelta; by default as long as torch has it, 30 minutes, 10 with NCCL.
         precision: `"no"`, `"bf16"` or `"fp16"` (forward and backward under autocast).
         compile: compile the task's modules by `torch.compile`; keys of the state stay as they are.
         accumulate: micro-batches per optimizer step.
@@ -75,6 +78,9 @@ class Trainer(RunReadings):
             exact mean; `"carry"` goes on with it in the next epoch; `"drop"` leaves its batches out.
         clip_norm: the largest global norm that gradients keep.
         clip_value: the largest magnitude that an element of a gradient keeps.
+        dataloader_config: how training loaders are prepared and shared among processes. Of an evaluation's loaders it
+            sets `use_seedable_sampler`, `data_seed` and `non_blocking`; their batches are always dealt so that each
+            sample counts once.
         val_every: when to validate; a bare number counts optimizer steps. None or `"never"`: never.
         sanity_val_batches: validation batches tried before training.
         limit_batches: batches per pass: a number, a fraction, or these by stage (`"train"`, `"val"`, `"test"`,
@@ -103,12 +109,14 @@ class Trainer(RunReadings):
         strategy: str | Strategy | dict[str, Any] = "auto",
         devices: int | str = "auto",
         num_nodes: int = 1,
+        process_timeout: float | str | datetime.timedelta | None = None,
         precision: str | Precision = "no",
         compile: bool = False,
         accumulate: int = 1,
         accumulate_across_epochs: Remainder = "flush",
         clip_norm: float | None = None,
         clip_value: float | None = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
         val_every: int | str | list[int | str] | None = "1 epoch",
         sanity_val_batches: int = 2,
         limit_batches: int | float | dict[str, int | float] | None = None,
@@ -128,6 +136,7 @@ class Trainer(RunReadings):
         }
         """The arguments, as trackers are told of them; the command line adds the rest of its file."""
         world = read_world(devices, num_nodes, strategy)
+        self._timeout = read_timeout(process_timeout)
         settings = Settings(
             limits=Limits.parse(max_epochs, max_steps, max_time),
             accumulate=accumulate,
@@ -153,8 +162,9 @@ class Trainer(RunReadings):
         self.accelerator = Accelerator(
             mixed_precision=precision,
             gradient_accumulation_steps=accumulate,
+            dataloader_config=dataloader_config,
             strategy=strategy,
-            process=ProcessState(cpu, place=world, connects=False),
+            process=ProcessState(cpu, place=world, timeout=self._timeout, connects=False),
         )
         check_boolean("progress", progress)
         self._callbacks = sort_callbacks(_with_progress(callbacks, progress))
@@ -228,7 +238,10 @@ class Trainer(RunReadings):
             return predict(run, found, writer)
 
     def plan(self, task: Task, train: Any = None, val: Any = None) -> Plan:
-        """What `fit` with these arguments will do, without doing it: `print(trainer.plan(task, train, val))`."""
+        """What `fit` with these arguments will do, without doing it: `print(trainer.plan(task, train, val))`.
+
+        With several processes each makes the same plan. Collective once they have joined each other, as in `fit`.
+        """
         return make_plan(self, check_task(task), train, val)
 
     def _evaluate(self, task: Task, stage: Stage, data: Any) -> dict[str, float]:
@@ -262,7 +275,10 @@ class Trainer(RunReadings):
     def _connect(self) -> None:
         """Join the other processes of the run, after starting them if nobody has. Collective."""
         process = self.process
-        if process.num_processes == 1 or is_connected():
+        if process.num_processes == 1:
+            return
+        if is_connected():
+            warn_of_timeout(self._timeout)
             return
         if process.place.launcher != "none":
             process.connect()
@@ -369,14 +385,16 @@ class Trainer(RunReadings):
         return self.accelerator.precision.autocast()
 
     def save_model(self, path: str | Path) -> Path:
-        """Write the task's weights as safetensors, whole or not at all.
+        """Write the task's weights as safetensors, whole or not at all. Local: the main process writes, others don't.
+
+        A process that reads the file waits for it first: `trainer.process.wait_for_everyone()`, on all of them.
 
         Args:
             path: of the file, or of a folder that gets `model.safetensors`.
         Returns:
             The file's path.
         """
-        return save_weights(self.unwrapped_model(), path)
+        return save_weights(self.unwrapped_model(), path) if self.process.is_main_process else weights_file(path)
 
     @property
     def callbacks(self) -> Sequence[Callback]:

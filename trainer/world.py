@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
+from ..callbacks.intervals import Duration
 from ..distributed import group
 from ..distributed.environment import read_flag
 from ..distributed.errors import ConfigError, check_integer
 from ..distributed.launched import Place, find_place
+from ..distributed.slots import control_device
 from ..strategies.registry import StrategyLike
 from ..strategies.strategy import Strategy
 
@@ -41,6 +46,34 @@ def read_world(devices: int | str, num_nodes: int, strategy: StrategyLike) -> Pl
     if wanted is None:
         wanted = _accelerators() if _takes_several(strategy) else 1
     return Place(num_processes=wanted, local_num_processes=wanted)
+
+
+def read_timeout(value: float | str | timedelta | None) -> timedelta | None:
+    """How long processes are to wait for each other, None: as long as torch has it. Local.
+
+    Raises:
+        ConfigError: it is no time.
+    """
+    if value is None:
+        return None
+    duration = Duration.parse(value, unit="seconds", option="process_timeout")
+    if duration.unit != "seconds":
+        raise ConfigError(f"process_timeout={value!r} counts {duration.unit}. Expected a time, such as '10 min'.")
+    return timedelta(seconds=duration.amount)
+
+
+def warn_of_timeout(wanted: timedelta | None) -> None:
+    """Warn where the group of processes that is there already has another timeout than the one wanted. Local."""
+    if wanted is None:
+        return
+    backend = dist.distributed_c10d._get_default_group()._get_backend(control_device())
+    found = getattr(getattr(backend, "options", None), "_timeout", None)
+    if found != wanted:
+        warnings.warn(
+            f"process_timeout={wanted.total_seconds():g} s has no effect: the processes are in a group already, which "
+            "was made before this Trainer ran. Set it where the group is made, or in the first Trainer.",
+            stacklevel=2,
+        )
 
 
 def _read_devices(devices: int | str) -> int | None:

@@ -22,6 +22,7 @@ from .loaders import loader_of
 from .parsed import ParsedConfig
 from .predictions import prediction_writer
 from .request import read_request
+from .shared_predictions import shared_writer
 from .sources import Sources
 
 Options = Mapping[str, str]
@@ -157,7 +158,9 @@ def save_config(text: str, directory: Path) -> Path:
 
 def _plan(config: ParsedConfig, options: Options) -> None:
     task, data, trainer = config.build()
-    print(trainer.plan(task, loader_of(data, "train"), loader_of(data, "val", is_required=False)))
+    plan = trainer.plan(task, loader_of(data, "train"), loader_of(data, "val", is_required=False))
+    if trainer.process.is_main_process:
+        print(plan)
 
 
 def _validate(config: ParsedConfig, options: Options) -> None:
@@ -176,10 +179,12 @@ def _predict(config: ParsedConfig, options: Options) -> None:
     task, data, trainer = config.build(trackers=False)  # nothing is logged that they could take
     _load(task, options)
     file = Path(options["output"]) if "output" in options else None
-    with prediction_writer(file) as writer:
+    is_shared = trainer.process.num_processes > 1
+    with shared_writer(file, trainer) if is_shared else prediction_writer(file) as writer:
         trainer.predict(task, loader_of(data, "predict"), writer=writer)
     place = "Write them to a file with --output predictions.jsonl." if file is None else f"They are in {file}."
-    print(f"{writer.count} predictions. {place}")
+    if trainer.process.is_main_process:
+        print(f"{writer.count} predictions. {place}")
 
 
 def _load(task: Task, options: Options) -> None:

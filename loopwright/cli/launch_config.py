@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,6 +125,24 @@ def default_keys(mixed_precision: str = "no") -> dict[str, Any]:
         "num_processes": max(1, count),
         "use_cpu": count == 0,
     }
+
+
+def write_basic_config(mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None) -> Path | bool:
+    """The launch file for this machine, written without questions; False where there is one, which stays. Local.
+
+    Args:
+        mixed_precision: no, bf16 or fp16.
+        save_location: where; by default the file that `loopwright launch` reads by itself.
+    Raises:
+        ConfigError: the precision is another word.
+    """
+    keys = default_keys(mixed_precision)
+    path = default_path() if save_location is None else Path(save_location).expanduser()
+    if path.exists():
+        warnings.warn(f"{path} is there already, and stays as it is. Name another save_location.", stacklevel=2)
+        return False
+    write_launch_file(path, keys)
+    return path
 
 
 def type_word(device_type: str) -> str:

@@ -30,7 +30,7 @@ class PredictionWriter:
         for row in rows_of(outputs):
             self.count += 1
             if self.stream is not None:
-                self.stream.write(json.dumps(_plain(row)) + "\n")
+                self.stream.write(line_of(row))
 
 
 @contextmanager
@@ -58,6 +58,11 @@ def rows_of(output: Any) -> Iterator[Any]:
         yield from map(list, zip(*output, strict=True))
     else:
         yield output
+
+
+def line_of(row: Any) -> str:
+    """One row as a line of JSON."""
+    return json.dumps(_plain(row)) + "\n"
 
 
 def _have_one_length(columns: Sequence[Any]) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,3 +40,29 @@ def test_a_no_op_callback_adds_no_call(figures: dict[str, list[str]]) -> None:
 
 def test_one_log_adds_at_most_25_calls(figures: dict[str, list[str]]) -> None:
     assert 0 < float(figures["self.log(on_step, on_epoch)"][0]) <= 25
+
+
+def _calls_of_a_step(benchmarks: str) -> dict[str, tuple[float, float]]:
+    """Python calls and all calls per optimizer step of four batches: DDP by hand, and the Trainer."""
+    sys.path.insert(0, benchmarks)
+    try:
+        from ddp import WORK
+        from ddp_loops import run_hand_written, run_trainer_ddp
+        from ticks import WARM_STEPS, CallCounter
+    finally:
+        sys.path.remove(benchmarks)
+    found = {}
+    for run in (run_hand_written, run_trainer_ddp):
+        counter = CallCounter(WORK["small"].accumulate, steps=50)
+        run(WORK["small"], counter, WARM_STEPS + 52)
+        found[run.__name__] = (counter.python_calls(), counter.all_calls())
+    return found
+
+
+def test_on_two_processes_the_trainer_makes_at_most_1_4_times_the_calls_of_ddp_by_hand(
+    two_processes: Callable[..., list[Any]], repository: Path
+) -> None:
+    for found in two_processes(_calls_of_a_step, str(repository / "benchmarks")):
+        hand, trainer = found["run_hand_written"], found["run_trainer_ddp"]
+        assert trainer[0] <= 1.4 * hand[0]
+        assert trainer[1] <= 1.35 * hand[1]

@@ -147,6 +147,24 @@ def test_any_nesting_type_and_shape_is_sent(two_processes: Any) -> None:
         ]  # fmt: skip
 
 
+class Words(IterableDataset[Any]):
+    """A number and its word."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from enumerate(("zero", "one", "two", "three", "four"))
+
+
+def texts() -> Any:
+    loader = dispatched(DataLoader(Words(), batch_size=1))
+    return [(number.tolist(), words, loader.remainder) for number, words in loader]
+
+
+def test_what_is_no_tensor_is_sent_as_well(two_processes: Any) -> None:
+    first, second = two_processes(texts)
+    assert first == [([0], ("zero",), -1), ([2], ("two",), -1), ([4], ("four",), 1)]
+    assert second == [([1], ("one",), -1), ([3], ("three",), -1), ([0], ("zero",), 1)]
+
+
 def sliced() -> tuple[list[Any], list[Any]]:
     """Each process takes every second sample of what was read."""
     calls: list[Any] = []
@@ -175,12 +193,14 @@ def refused(loader: Any, **options: Any) -> str:
 
 
 def failures() -> list[str]:
+    unsendable = [{"x": torch.ones(2), "text": ["a", lambda: "b"]}] * 2
     texts = [{"x": torch.ones(2), "text": ["a", "b"]}] * 2
     return [
         refused(DataLoader(Stream(10, fails_at=5), batch_size=1)),
-        refused(texts),
+        refused(unsendable),
         refused([torch.ones(2), torch.ones(2, 3)], split_batches=True),
         refused([torch.tensor(1.0)], split_batches=True),
+        refused(texts, split_batches=True),
         refused([torch.ones(2), torch.ones(3, 2)], slice_fn=lambda batch, part, **_: batch[part]),
     ]
 
@@ -191,12 +211,16 @@ def test_what_the_main_process_can_not_read_or_send_is_an_error_on_all(two_proce
     assert second[0].startswith("1 DataError: the main process could not read the next batch")
     assert "OSError: sample 5 is damaged" in second[0]
     for text in (first[1], second[1]):
-        assert "can't hand out a batch" in text
-        assert "dispatching got a str ('a')" in text
+        assert text.startswith("0 DataError")
+        assert "can't hand out a batch, since it holds what can't be pickled" in text
+        assert "dispatch_batches=False" in text
     assert first[2] == second[2] == "no error", "each batch is split alone"
     for text in (first[3], second[3]):
         assert "batch is a tensor without a dimension" in text
     for text in (first[4], second[4]):
+        assert "batch['text'] is a list" in text
+        assert "Leave split_batches out" in text
+    for text in (first[5], second[5]):
         assert "batches of one round can't be joined to be split among processes" in text
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from loopwright import ConfigError
-from loopwright.distributed.launchers import notebook_launcher, started_devices
+from loopwright import Accelerator, ConfigError, ProcessState
+from loopwright.distributed.launchers import debug_launcher, notebook_launcher, started_devices
 
 SCRIPT = """
 import os, threading
@@ -33,6 +35,9 @@ def fail():
         raise ValueError("boom")
     accelerator.wait_for_everyone()
 
+def use():
+    accelerator.wait_for_everyone()
+
 def caught(kind, launcher, *arguments, **options):
     try:
         launcher(*arguments, **options)
@@ -52,8 +57,11 @@ if __name__ == "__main__":
     assert (dict(os.environ), threading.enumerate()) == before
     notebook_launcher(lambda: print("called here with", os.environ["LOOPWRIGHT_MIXED_PRECISION"]), num_processes=1)
     assert "LOOPWRIGHT_MIXED_PRECISION" not in os.environ
+    # One that the function makes for itself is nothing to it; it would train alone in each process with this one.
     accelerator = Accelerator()
-    assert "has an Accelerator already" in caught(ConfigError, notebook_launcher, fail, num_processes=2)
+    notebook_launcher(work, (lambda: "fourth", "d"), num_processes=2)
+    text = caught(ConfigError, notebook_launcher, use, num_processes=2)
+    assert "uses accelerator, an Accelerator of this process" in text, text
     print("done")
 """
 
@@ -68,6 +76,7 @@ def test_b121_two_launches_in_a_row_and_one_that_fails() -> None:
         assert Path(f"a-{index}").read_text() == f"first 2 {index} 3.0 bf16"
         assert Path(f"b-{index}").read_text() == f"second 2 {index} 3.0 no"
         assert Path(f"c-{index}").read_text() == f"third 2 {index} 3.0 no"
+        assert Path(f"d-{index}").read_text() == f"fourth 2 {index} 3.0 no"
 
 
 def test_b121_a_device_that_is_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +86,51 @@ def test_b121_a_device_that_is_in_use_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(ConfigError, match=r"cuda is already in use in this process.*Restart the notebook"):
         notebook_launcher(print, num_processes=2)
+
+
+STATE = ProcessState()
+
+
+def through_a_helper() -> None:
+    of_this_module()
+
+
+def of_this_module() -> None:
+    def inner() -> None:
+        STATE.wait_for_everyone()
+
+    inner()
+
+
+class Held:
+    """As a Trainer holds its Accelerator."""
+
+    def __init__(self) -> None:
+        self.accelerator = Accelerator()
+
+    def run(self) -> None:
+        """What is launched."""
+
+
+def uses() -> dict[str, tuple[Callable[..., object], tuple[object, ...], str]]:
+    own, held = Accelerator(), Held()
+    return {
+        "closure": (lambda: own.wait_for_everyone(), (), "uses own, an Accelerator"),
+        "default": (lambda given=own: given, (), "uses a default, an Accelerator"),
+        "argument": (print, (1, own), r"uses args\[1\], an Accelerator"),
+        "partial": (functools.partial(print, 1, end=own), (), "uses argument end, an Accelerator"),
+        "holder": (print, (held,), r"uses args\[0\], a Held"),
+        "method": (held.run, (), r"uses the object of Held.run, a Held"),
+        "helper": (through_a_helper, (), "uses STATE, a ProcessState of this process"),
+    }
+
+
+@pytest.mark.parametrize("way", ["closure", "default", "argument", "partial", "holder", "method", "helper"])
+def test_what_knows_nothing_of_the_processes_is_refused_in_the_function(way: str) -> None:
+    function, args, says = uses()[way]
+    for launcher in (notebook_launcher, debug_launcher):
+        with pytest.raises(ConfigError, match=says):
+            launcher(function, args, num_processes=2)
 
 
 @pytest.mark.parametrize(

@@ -5,21 +5,30 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+from pathlib import Path
 
 import pytest
 
+import loopwright.data_loader
 import loopwright.launchers
 import loopwright.local_sgd
 import loopwright.logging
+import loopwright.optimizer
+import loopwright.scheduler
 import loopwright.state
 import loopwright.tracking
 import loopwright.utils
+from loopwright.cli.launch_config import read_launch_file
+from loopwright.distributed.errors import ConfigError
 from loopwright.trainer.accelerator import Accelerator
 
 MODULES = [
+    loopwright.data_loader,
     loopwright.launchers,
     loopwright.local_sgd,
     loopwright.logging,
+    loopwright.optimizer,
+    loopwright.scheduler,
     loopwright.state,
     loopwright.tracking,
     loopwright.utils,
@@ -45,7 +54,14 @@ ABSENT = {
         "AimTracker", "ClearMLTracker", "CometMLTracker", "DVCLiveTracker", "LOGGER_TYPE_TO_CLASS", "SwanLabTracker",
         "TrackioTracker", "filter_trackers", "get_available_trackers", "register_tracker_class",
     },
+    # One class of loaders does what these do; a loader is prepared by an `Accelerator`.
+    "data_loader": {
+        "DataLoaderAdapter", "DataLoaderDispatcher", "DataLoaderStateMixin", "SkipDataLoader", "additional_kwargs",
+        "get_sampler", "prepare_data_loader", "v",
+    },
     "logging": set[str](),
+    "optimizer": {"move_to_device", "patch_optimizer_step"},
+    "scheduler": set[str](),
     "launchers": {"ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION", "test_launch"},
     "local_sgd": set[str](),
     # Accelerate's singletons, and what they are made with.
@@ -69,6 +85,18 @@ def test_the_names_are_accelerates() -> None:
     assert hasattr(memory, "should_reduce_batch_size")
     theirs = {name for name in dir(importlib.import_module("accelerate").Accelerator) if not name.startswith("_")}
     assert theirs - set(dir(Accelerator())) == LATER
+
+
+def test_a_launch_file_is_written_once() -> None:
+    path = loopwright.utils.write_basic_config("bf16", "configs/launch.yaml")
+    assert path == Path("configs/launch.yaml")
+    assert read_launch_file(path).options["mixed_precision"] == "bf16"
+    text = path.read_text()
+    with pytest.warns(UserWarning, match="launch.yaml is there already, and stays as it is"):
+        assert loopwright.utils.write_basic_config(save_location=path) is False
+    assert path.read_text() == text
+    with pytest.raises(ConfigError, match="mixed_precision"):
+        loopwright.utils.write_basic_config("bf61", "other.yaml")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")

@@ -120,7 +120,7 @@ def _losses_of_50_steps(accumulate: int) -> tuple[int, list[tuple[int, float]]]:
 
 
 def test_two_processes_have_the_losses_of_one(two_processes: Callable[..., list[Any]]) -> None:
-    # 1 process x batch 8 x accumulate 4 and 2 x 8 x 2: the same 32 rows in each of the 50 steps, each byte weighed alike.
+    # 1 process x batch 8 x accumulate 4 and 2 x 8 x 2: the same 32 rows in each step, each byte weighed alike.
     processes, losses = _losses_of_50_steps(4)
     assert processes == 1
     assert [step for step, _ in losses] == list(range(1, 51))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +48,24 @@ def test_drawn_images_come_closer_to_real_ones(
     assert main(["validate", recipe, *quick, "--weights", str(weights)]) == 0
     after = float(capsys.readouterr().out.split("val/frechet: ")[1].split()[0])
     assert after < before / 2
+
+
+@pytest.mark.slow
+def test_two_processes_come_as_close(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(repository / "recipes/gan/gan.yaml")
+    options = ["--devices", "2", "--data.init_args.batch_size", "32", "--trainer.max_epochs=20", "--trainer.name=run"]
+    done = subprocess.run(
+        [sys.executable, "-m", "loopwright", "fit", recipe, *options, "--trainer.trackers=false"],
+        env=os.environ | {"LOOPWRIGHT_USE_CPU": "1"}, capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "@" in done.stdout  # the drawing
+    assert (
+        main(["validate", recipe, "--weights", "runs/run/checkpoints/best.safetensors", "--trainer.progress=false"])
+        == 0
+    )
+    (distance,) = re.findall(r"val/frechet: (\S+)", capsys.readouterr().out)
+    assert float(distance) < 3  # about 6 untrained
 
 
 def test_the_frechet_distance_by_hand() -> None:

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from loopwright.data.configuration import DataLoaderConfiguration
+from loopwright.data.dispatch import DispatchedLoader
+from loopwright.data.skip import skip_first_batches
+from loopwright.distributed.errors import ConfigError, DataError
 from loopwright.strategies.outcome import StepOutcome
 
 from .several import Stream, ids, on_cpu
@@ -274,3 +277,67 @@ def nested_loops() -> list[int]:
 
 def test_an_evaluation_inside_training_counts_each_sample_once(two_processes: Any) -> None:
     assert two_processes(nested_loops) == [[5, 5]] * 2
+
+
+class Shared(Stream):
+    """Numbers, of which each worker gives every so-many-th."""
+
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return iter(range(info.id, self.count, info.num_workers))
+
+
+def gathered_from_workers() -> list[int]:
+    """What two workers on each of two processes read, of whose shards each ends with a short round of its own."""
+    accelerator = on_cpu(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    loader = accelerator.prepare(DataLoader(Shared(14), batch_size=2, num_workers=2))
+    return [number for batch in loader for number in accelerator.gather_for_metrics(batch).tolist()]
+
+
+def test_streams_of_several_workers_are_trimmed_in_the_middle_of_a_pass(two_processes: Any) -> None:
+    first, second = two_processes(gathered_from_workers)
+    assert first == second
+    assert sorted(first) == list(range(14))
+
+
+def unplaced() -> tuple[list[list[int]], str]:
+    """A stream whose batches stay where they are; and one that is to be dispatched all the same."""
+    accelerator = on_cpu()
+    loader = accelerator.prepare_data_loader(DataLoader(Stream(8), batch_size=2), device_placement=False)
+    assert loader.device is None and not isinstance(loader.dealer, DispatchedLoader)
+    dispatching = on_cpu(dataloader_config=DataLoaderConfiguration(dispatch_batches=True), device_placement=False)
+    try:
+        dispatching.prepare(DataLoader(Stream(8), batch_size=2))
+    except ConfigError as error:
+        return [batch.tolist() for batch in loader], str(error)
+    return [], "no error"
+
+
+def test_what_is_not_placed_is_not_dispatched(two_processes: Any) -> None:
+    (first, text), (second, other_text) = two_processes(unplaced)
+    assert [first, second] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert text == other_text
+    assert "dispatch_batches=True for a loader whose batches stay where they are" in text
+
+
+def refused_as_empty() -> list[str]:
+    texts = []
+    for options in ({}, {"shuffle": True}):
+        for count, drops in ((0, False), (3, True)):
+            if count or not options:  # torch itself refuses to shuffle nothing
+                try:
+                    on_cpu().prepare(ids(count, 4, drop_last=drops, **options))
+                except DataError as error:
+                    texts.append(str(error))
+    return texts
+
+
+def test_a_loader_without_a_batch_is_refused_on_all(two_processes: Any) -> None:
+    for texts in (*two_processes(refused_as_empty), refused_as_empty()):
+        assert len(texts) == 3
+        assert all("prepare got a DataLoader that has no batch: its length is 0" in text for text in texts)
+
+
+def test_a_pass_that_is_over_already_may_be_prepared() -> None:
+    assert list(on_cpu().prepare(skip_first_batches(ids(4, 2), 2))) == []
