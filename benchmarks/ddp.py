@@ -27,7 +27,7 @@ from time import perf_counter, process_time
 
 import torch
 import torch.distributed as dist
-from loops import Loop
+from loops import Loop, chosen
 from report import machine, table
 from ticks import WARM_STEPS
 from workloads import WIDE, WORKLOADS, Workload
@@ -103,14 +103,6 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def chosen(words: str) -> Sequence[Loop]:
-    """The loops that `--only` names, the one by hand first."""
-    asked = [word.strip().lower() for word in words.split(",") if word.strip()]
-    return [
-        loop for loop in LOOPS if loop.name == HAND or not asked or any(word in loop.name.lower() for word in asked)
-    ]
-
-
 def count_sends(loop: Loop, work: Workload) -> Counter[str]:
     """The collectives of this process by name."""
     counter = SendCounter()
@@ -175,7 +167,7 @@ def work_in_process(options: argparse.Namespace) -> None:
     """Measure in this process of the group; process 0 prints."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    loops, parts, is_main = chosen(options.only), options.parts.split(","), dist.get_rank() == 0
+    loops, parts, is_main = chosen(LOOPS, options.only), options.parts.split(","), dist.get_rank() == 0
     if is_main:
         print(f"{machine()}; {PROCESSES} processes over gloo")
     if "sends" in parts:

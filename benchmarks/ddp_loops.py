@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
-from dataclasses import replace
-
 import torch.distributed as dist
-from own_loops import BenchmarkTask, run_accelerator
+from own_loops import BenchmarkTask, fit, run_accelerator
 from ticks import Ticker
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -40,20 +37,13 @@ def run_accelerator_ddp(work: Workload, ticker: Ticker, steps: int) -> None:
 
 def run_trainer_ddp(work: Workload, ticker: Ticker, steps: int) -> None:
     """The Trainer without bar and trackers."""
-    _fit(work, ticker, steps)
+    _fit_on_all(BenchmarkTask(work, ticker), steps)
 
 
 def run_trainer_ddp_log(work: Workload, ticker: Ticker, steps: int) -> None:
     """The Trainer without bar and trackers, with `self.log` in each step."""
-    _fit(work, ticker, steps, logs=True)
+    _fit_on_all(BenchmarkTask(work, ticker, {}), steps)
 
 
-def _fit(work: Workload, ticker: Ticker, steps: int, logs: bool = False) -> None:
-    from loopwright import Trainer
-
-    _, _, loader = work.build(steps * dist.get_world_size())
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
-            max_epochs=1, strategy="ddp", accumulate=work.accumulate, project_dir=folder, progress=False, trackers=False
-        )
-        trainer.fit(BenchmarkTask(replace(work), ticker, {} if logs else None), loader)
+def _fit_on_all(task: BenchmarkTask, steps: int) -> None:
+    fit(task, steps * dist.get_world_size(), strategy="ddp", progress=False, trackers=False)

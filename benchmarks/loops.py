@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -34,6 +34,13 @@ class Loop:
         function = getattr(import_module(self.module), self.function)
         with _silent_terminal():
             function(work, ticker, steps)
+
+
+def chosen(loops: Sequence[Loop], words: str) -> list[Loop]:
+    """The installed loops whose name has one of the words (all where there is none), and always the first one."""
+    asked = [word.strip().lower() for word in words.split(",") if word.strip()]
+    named = [loop for loop in loops[1:] if not asked or any(word in loop.name.lower() for word in asked)]
+    return [loops[0], *(loop for loop in named if loop.is_installed())]
 
 
 class _NullTerminal(io.TextIOWrapper):

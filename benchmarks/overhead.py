@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 from imports import import_report, start_report
-from loops import ADDITIONS, BARE, LOOPS, RAW, Loop
+from loops import ADDITIONS, BARE, LOOPS, RAW, Loop, chosen
 from measure import count_calls, time_rounds
 from report import additions_report, breakdown_report, calls_report, machine, time_report
 from workloads import LINEAR, TINY, WORKLOADS
@@ -30,13 +30,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", default="calls,time,import", help="which parts are measured")
     parser.add_argument("--breakdown", action="store_true", help="each function's calls over raw, for Loopwright")
     return parser.parse_args()
-
-
-def chosen(words: str) -> Sequence[Loop]:
-    """The installed loops that `--only` names, raw first."""
-    asked = [word.strip().lower() for word in words.split(",") if word.strip()]
-    named = [loop for loop in LOOPS if not asked or any(word in loop.name.lower() for word in asked)]
-    return [LOOPS[0], *(loop for loop in named if loop.name != RAW and loop.is_installed())]
 
 
 def report_calls(loops: Sequence[Loop], *, breakdown: bool) -> None:
@@ -57,7 +50,7 @@ def main() -> None:
     """Measure and print."""
     options = parse()
     torch.set_num_threads(1)
-    loops = chosen(options.only)
+    loops = chosen(LOOPS, options.only)
     print(machine())
     parts = options.parts.split(",")
     if "calls" in parts:

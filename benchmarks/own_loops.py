@@ -47,7 +47,8 @@ class OneHook(Callback):
         """Nothing."""
 
 
-def _fit(task: BenchmarkTask, steps: int, **options: Any) -> None:
+def fit(task: BenchmarkTask, steps: int, **options: Any) -> None:
+    """Train for so many optimizer steps, in a folder that is removed afterwards; `options` are the Trainer's."""
     work = task.work
     _, _, loader = work.build(steps)
     with tempfile.TemporaryDirectory() as folder:
@@ -56,28 +57,28 @@ def _fit(task: BenchmarkTask, steps: int, **options: Any) -> None:
 
 def run_trainer_bare(work: Workload, ticker: Ticker, steps: int) -> None:
     """The Trainer without bar and trackers."""
-    _fit(BenchmarkTask(work, ticker), steps, progress=False, trackers=False)
+    fit(BenchmarkTask(work, ticker), steps, progress=False, trackers=False)
 
 
 def run_trainer_defaults(work: Workload, ticker: Ticker, steps: int) -> None:
     """The Trainer as it comes (bar, TensorBoard), with `self.log` in each step."""
-    _fit(BenchmarkTask(work, ticker, {}), steps)
+    fit(BenchmarkTask(work, ticker, {}), steps)
 
 
 def run_trainer_callback(work: Workload, ticker: Ticker, steps: int) -> None:
     """The bare Trainer and one callback that overrides nothing."""
-    _fit(BenchmarkTask(work, ticker), steps, progress=False, trackers=False, callbacks=[NoOp()])
+    fit(BenchmarkTask(work, ticker), steps, progress=False, trackers=False, callbacks=[NoOp()])
 
 
 def run_trainer_hook(work: Workload, ticker: Ticker, steps: int) -> None:
     """The bare Trainer and one callback with one empty `on_step`."""
-    _fit(BenchmarkTask(work, ticker), steps, progress=False, trackers=False, callbacks=[OneHook()])
+    fit(BenchmarkTask(work, ticker), steps, progress=False, trackers=False, callbacks=[OneHook()])
 
 
 def run_trainer_log(work: Workload, ticker: Ticker, steps: int) -> None:
     """The bare Trainer and one `self.log(on_step=True, on_epoch=True)`."""
     task = BenchmarkTask(work, ticker, {"on_step": True, "on_epoch": True})
-    _fit(task, steps, progress=False, trackers=False)
+    fit(task, steps, progress=False, trackers=False)
 
 
 def run_accelerator(work: Workload, ticker: Ticker, steps: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections.abc import Iterator
@@ -9,12 +10,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from ..distributed.random import preserved_random_state
-from .samplers import SamplerAround, SeedableRandomSampler, SkippingSampler, with_samplers
+from .samplers import SamplerAround, SeedableRandomSampler, SkippingSampler, index_source, with_options
 
 _END = object()
+_DRAWING_BY_GENERATOR = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class AlikeSampler(SamplerAround):
@@ -61,20 +71,34 @@ def drawing_alike(loader: DataLoader[Any], seed: int) -> tuple[DataLoader[Any], 
     """The loader, and the generator that its sampler draws from, whose state processes have to share before each pass.
 
     Args:
-        loader: its sampler's own generator is used, if it has one; else one is put in place of torch's random state.
-        seed: of that generator.
+        loader: its sampler's own generator is used, if it has one. One of torch's samplers without a generator gets
+            one, whose seed is drawn from torch's random state; for others one is put in place of that state.
+        seed: of the generator that is put there.
     Returns:
         The loader, and None where nothing is drawn.
     """
     if isinstance(loader.dataset, IterableDataset):
         return loader, None
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    outermost = sampler = getattr(loader, name)
+    name, outermost = index_source(loader)
+    sampler = outermost
     while type(sampler) in (BatchSampler, SkippingSampler):
         sampler = sampler.sampler
     if isinstance(sampler, (SequentialSampler, SeedableRandomSampler)):
         return loader, None
     if isinstance(own := getattr(sampler, "generator", None), torch.Generator):
         return loader, own
+    if type(sampler) in _DRAWING_BY_GENERATOR:
+        generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+        return with_options(loader, **{name: _with_generator(outermost, generator)}), generator
     generator = torch.Generator().manual_seed(seed)
-    return with_samplers(loader, **{name: AlikeSampler(outermost, generator)}), generator
+    return with_options(loader, **{name: AlikeSampler(outermost, generator)}), generator
+
+
+def _with_generator(sampler: Any, generator: torch.Generator) -> Any:
+    """A copy of a sampler, or of what stands around one, that draws from the generator."""
+    clone = copy.copy(sampler)
+    if type(sampler) in _DRAWING_BY_GENERATOR:
+        clone.generator = generator
+    else:
+        clone.sampler = _with_generator(sampler.sampler, generator)
+    return clone

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from .joining import completed, parts_of, samples_in
-from .shards import batches_of_process
-from .sizes import loader_length
+from .joining import parts_of, samples_in
+from .rounds import completed, is_in_full_rounds, num_dealt, rounds_of
 
 
 class DealtLoader:
@@ -56,19 +55,16 @@ class DealtLoader:
         """Whether each process is known to get as many batches as the others."""
         if self.split_batches or self.even_batches or self.drop_last:
             return True
-        total = loader_length(self.loader)
-        return total is not None and total % self.num_processes == 0
+        return is_in_full_rounds(self.loader, self.num_processes)
 
     def __len__(self) -> int:
         """Batches that this process gets. Raises TypeError where the loader has no length."""
         total = len(self.loader)  # type: ignore[arg-type]
         if self.split_batches:
             return total
-        if self.drop_last:
-            return total // self.num_processes
-        if self.even_batches:
-            return -(-total // self.num_processes)
-        return batches_of_process(total, self.num_processes, self.process_index)
+        return num_dealt(
+            total, self.num_processes, self.process_index, drop_last=self.drop_last, even_batches=self.even_batches
+        )
 
     def __iter__(self) -> Iterator[Any]:
         self.real_samples = -1
@@ -80,18 +76,16 @@ class DealtLoader:
 
     def _dealt(self) -> Iterator[Any]:
         first: list[Any] = []
-        waiting: list[Any] = []
-        for batch in self.loader:
-            waiting.append(batch)
-            if len(waiting) == self.num_processes:
-                first = first or waiting
-                yield waiting[self.process_index]
-                waiting = []
-        if self.drop_last:
-            return
-        self.real_samples = samples_in(waiting)
-        if waiting:
-            yield completed(waiting, first or waiting, self.num_processes)[self.process_index]
+        for batches in rounds_of(self.loader, self.num_processes):
+            if len(batches) == self.num_processes:
+                first = first or batches
+                self.real_samples = 0
+            elif self.drop_last:
+                return
+            else:
+                self.real_samples = samples_in(batches)
+                batches = completed(batches, first or batches, self.num_processes)
+            yield batches[self.process_index]
 
     def _parts(self) -> Iterator[Any]:
         first: list[Any] = []

@@ -17,7 +17,8 @@ from ..distributed.exchange import broadcast_encoded
 from ..distributed.nested import recursively_apply
 from ..distributed.slots import control_device
 from ..distributed.watch import collective
-from .joining import SliceFunction, can_be_joined, completed, parts_of, samples_in
+from .joining import SliceFunction, can_be_joined, parts_of, samples_in
+from .rounds import completed, num_dealt
 from .sizes import find_batch_size
 
 _END = object()
@@ -61,7 +62,6 @@ class DispatchedLoader:
     """
 
     is_even = True
-    even_batches = True
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class DispatchedLoader:
         total = len(self.loader)  # type: ignore[arg-type]
         if self.split_batches:
             return total
-        return total // self.num_processes if self.drop_last else -(-total // self.num_processes)
+        return num_dealt(total, self.num_processes, self.process_index, drop_last=self.drop_last, even_batches=True)
 
     def __iter__(self) -> Iterator[Any]:
         return self.iterate_from(0)

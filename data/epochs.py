@@ -27,8 +27,8 @@ class WorkerSeeds:
         self.process_index = process_index
         self.ordinal = ordinal
         self.generator = torch.Generator()
-        self.num_replaced = 0
-        """Loaders that draw from this generator, and drew from torch's own random state before."""
+        self.replaced: list[torch.Generator | None] = []
+        """What the loaders that draw from this generator drew from before; None: from torch's own random state."""
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -37,12 +37,12 @@ class WorkerSeeds:
         self.generator.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
 
     def keep_pace(self) -> None:
-        """Draw from torch's random state what those loaders drew there at the start of a pass.
+        """Draw at the start of a pass what those loaders drew there.
 
-        So what is drawn afterwards (dropout, ...) is the same as in one process.
+        So what is drawn afterwards (a sampler's order, dropout, ...) is the same as in one process.
         """
-        for _ in range(self.num_replaced):
-            torch.empty((), dtype=torch.int64).random_()
+        for generator in self.replaced:
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
 class _EpochInSharedMemory:

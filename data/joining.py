@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain, cycle, islice
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -52,11 +51,6 @@ def can_be_joined(batches: Sequence[Any]) -> bool:
     """Whether the batches consist of tensors alone that agree in nesting, type and all dimensions but the first."""
     layouts = [_layout(batch) for batch in batches]
     return layouts[0] is not None and all(layout == layouts[0] for layout in layouts)
-
-
-def completed(batches: Sequence[Any], first: Sequence[Any], count: int) -> list[Any]:
-    """As many whole batches as `count`: these, and then the first ones, again and again."""
-    return list(islice(chain(batches, cycle(first)), count))
 
 
 def samples_in(batches: Sequence[Any]) -> int:

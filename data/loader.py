@@ -5,40 +5,26 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any
 
 import torch
 
 from ..distributed.errors import ConfigError
-from ..distributed.exchange import broadcast_encoded
 from ..distributed.nested import send_to_device
-from .counting import Counted
-from .epochs import WorkerSeeds, own_dataset
+from ..distributed.random import synchronize_rng_state
+from .described import LoaderAround
+from .epochs import WorkerSeeds
+from .rounds import Dealer
 from .samplers import epoch_listeners
-from .shards import BatchSamplerShard, sample_count
-from .sizes import loader_length as loader_length
+from .sizes import loader_length
 from .stateful import LoaderState, is_stateful
 from .transfer import SideStream, has_streams
 
 _END = object()
-_MOST_COUNTS = 4096
-"""More batches than are ever looked ahead; a reader that does not ask for their counts leaves them behind."""
 
 
-class Dealer(Protocol):
-    """What gives a process its share of a pass: a shard of samplers or datasets, a dealt or dispatched loader."""
-
-    real_samples: int
-    """Samples in the last round over all processes, without those that complete it; 0 where it was full; -1 if
-    unknown.
-    """
-
-    @property
-    def is_even(self) -> bool:
-        """Whether each process is known to get as many batches as the others."""
-
-
-class PreparedLoader:
+class PreparedLoader(LoaderAround):
     """Any iterable of batches, moved to the device, with its end known one batch ahead.
 
     While it is iterated it is on its owner's stack of active loaders, so that a loader which is run to its end inside
@@ -71,13 +57,11 @@ class PreparedLoader:
         num_processes: int = 1,
         dealer: Dealer | None = None,
     ) -> None:
-        self.loader = loader
+        super().__init__(loader, num_processes, dealer)
         self.device = device
         self.non_blocking = non_blocking
         self.lookahead = lookahead
         self.skip_batches = skip_batches
-        self.num_processes = num_processes
-        self.dealer = dealer
         self.iteration = 0
         """Passes that were begun and finished; also the epoch that samplers are told."""
         self.end_of_dataloader = False
@@ -96,8 +80,6 @@ class PreparedLoader:
         """Generators of samplers, whose state all processes take from the main process at the start of a pass."""
         self.worker_seeds: WorkerSeeds | None = None
         """Where the seeds of worker processes come from; None: from the loader's generator."""
-        self.counts_samples = False
-        """Whether the loader's batches are `Counted`."""
         self.active: list[PreparedLoader] = [] if active is None else active
         """The owner's stack of loaders that are being iterated, the innermost last."""
         self.origin: PreparedLoader | None = None
@@ -105,7 +87,6 @@ class PreparedLoader:
         self.batches_known = 1
         """Batches that are known to be left, with the one that was given out last: up to `lookahead + 1` of them."""
         self._position: Any = None
-        self._counts: deque[int] = deque(maxlen=_MOST_COUNTS)
 
     def attached_to(self, active: list[PreparedLoader]) -> PreparedLoader:
         """A loader like this one with another owner's stack of active loaders."""
@@ -122,97 +103,6 @@ class PreparedLoader:
         """Batches in a pass, None where the loader has no length."""
         return loader_length(self)
 
-    @property
-    def dataset(self) -> Any:
-        """The wrapped loader's dataset, as the user gave it. Raises AttributeError where it has none."""
-        return own_dataset(self.loader.dataset)  # type: ignore[attr-defined]
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples per batch of the wrapped loader, None where it has no fixed size."""
-        return self._option("batch_size")  # type: ignore[no-any-return]
-
-    @property
-    def total_batch_size(self) -> int | None:
-        """Samples per batch over all processes, None where there is no fixed size."""
-        if self.batch_size is None:
-            return None
-        return self.batch_size if self.splits_batches else self.batch_size * self.num_processes
-
-    @property
-    def splits_batches(self) -> bool:
-        """Whether the wrapped loader's batch size is that of all processes together."""
-        return bool(getattr(self.dealer, "split_batches", False))
-
-    @property
-    def is_even(self) -> bool:
-        """Whether each process is known to get as many batches as the others."""
-        return self.dealer is None or self.dealer.is_even
-
-    @property
-    def even_batches(self) -> bool | None:
-        """Whether the last round is completed, so that each process gets as many batches; None where that is fixed."""
-        return getattr(self.dealer, "even_batches", None) if self._can_be_uneven else None
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        if not self._can_be_uneven:
-            raise ConfigError(
-                f"even_batches={value!r}: this loader's rounds are not completed by choice. It can be set for loaders "
-                "that each process reads itself (dispatch_batches=False), with several processes."
-            )
-        self.dealer.even_batches = value  # type: ignore[union-attr]
-
-    @property
-    def _can_be_uneven(self) -> bool:
-        return "even_batches" in vars(self.dealer) if self.dealer is not None else False
-
-    @property
-    def total_dataset_length(self) -> int | None:
-        """Samples in the dataset, None where it has no length."""
-        dataset = own_dataset(self._option("dataset"))
-        return None if dataset is None else loader_length(dataset)
-
-    @property
-    def sampler(self) -> Any:
-        """The wrapped loader's sampler."""
-        return self._option("sampler")
-
-    @property
-    def batch_sampler(self) -> Any:
-        """The wrapped loader's batch sampler."""
-        return self._option("batch_sampler")
-
-    @property
-    def drop_last(self) -> bool:
-        """Whether the wrapped loader leaves out a short last batch."""
-        return bool(self._option("drop_last"))
-
-    @property
-    def collate_fn(self) -> Any:
-        """What makes a batch of samples, None where the loader does not say."""
-        return self._option("collate_fn")
-
-    @property
-    def num_workers(self) -> int:
-        """The wrapped loader's worker processes."""
-        return self._option("num_workers") or 0
-
-    @property
-    def pin_memory(self) -> bool:
-        """Whether batches are put into pinned memory."""
-        return bool(self._option("pin_memory"))
-
-    @property
-    def generator(self) -> torch.Generator | None:
-        """The wrapped loader's generator."""
-        return self._option("generator")  # type: ignore[no-any-return]
-
-    def _option(self, name: str) -> Any:
-        found = getattr(self.loader, name, None)
-        inner = getattr(self.loader, "loader", None)  # of a dealt or dispatched loader
-        return found if found is not None or inner is None else getattr(inner, name, None)
-
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, its samplers at any depth and its dataset, where they listen, which epoch begins."""
         self.iteration = epoch
@@ -228,22 +118,24 @@ class PreparedLoader:
         return send_to_device(batch, self.device, self.non_blocking or self.pin_memory)
 
     def raw_iterator(self) -> Iterator[Any]:
-        """One pass over the batches, not moved, `skip_batches` left out. The base of every way to iterate.
+        """One pass over the batches, not moved, `skip_batches` left out.
 
         Collective where the loader is dispatched, or shuffles by a generator that processes share.
         """
-        self._share_generators()
+        iterator = self._begin()
+        return (counted.batch for counted in iterator) if self.counts_samples else iterator
+
+    def _begin(self) -> Iterator[Any]:
+        """The base of every way to iterate: the items of the wrapped loader, `Counted` where it counts samples."""
+        for generator in self.shared_generators:
+            synchronize_rng_state("generator", generator)
         if self.worker_seeds is not None:
             self.worker_seeds.keep_pace()
         if self.skip_batches and (skips := getattr(self.loader, "iterate_from", None)) is not None:
             return skips(self.skip_batches)  # type: ignore[no-any-return]
         iterator = iter(self.loader)
-        if self.counts_samples:
-            iterator = self._without_counts(iterator)
-        for _ in range(self.skip_batches):
-            if next(iterator, _END) is _END:
-                break
-        self._counts.clear()
+        for _ in islice(iterator, self.skip_batches):
+            pass
         return iterator
 
     def state_dict(self) -> LoaderState:
@@ -275,7 +167,7 @@ class PreparedLoader:
         self.set_epoch(self.iteration)
         self.active.append(self)
         self.end_of_dataloader = False
-        self.remainder = self._planned_remainder()
+        self.remainder = self.planned_remainder()
         self.real_samples = None
         try:
             yield from self._with_end_known()
@@ -286,22 +178,21 @@ class PreparedLoader:
             self.real_samples = None
 
     def _with_end_known(self) -> Iterator[Any]:
-        iterator = self.raw_iterator()
+        iterator = self._begin()
         ahead: deque[Any] = deque()
         side = self._side_stream()
         moves = self.device is not None and self.device.type != "cpu"
-        notes = _Positions(self) if self.counts_samples or is_stateful(self.loader) else None
+        notes = _Notes(self) if self.counts_samples or is_stateful(self.loader) else None
         has_ended = False
         given = 0
         while True:
             while not has_ended and len(ahead) <= self.lookahead:
                 batch = next(iterator, _END)
-                if batch is _END:
-                    has_ended = True
-                else:
-                    ahead.append(batch)
+                has_ended = batch is _END
                 if notes is not None:
-                    notes.fetched(has_ended)
+                    batch = notes.fetched(batch)
+                if not has_ended:
+                    ahead.append(batch)
             if not ahead:
                 break
             batch = ahead.popleft()
@@ -337,17 +228,6 @@ class PreparedLoader:
             return None
         return SideStream(device)
 
-    def _without_counts(self, iterator: Iterator[Counted]) -> Iterator[Any]:
-        for counted in iterator:
-            self._counts.append(counted.real_samples)
-            yield counted.batch
-
-    def _share_generators(self) -> None:
-        for generator in self.shared_generators:
-            state = generator.get_state().numpy().tobytes()
-            told = broadcast_encoded(lambda own=state: own, 0, "sharing a sampler's random state")  # type: ignore[misc]
-            generator.set_state(torch.frombuffer(bytearray(told), dtype=torch.uint8))
-
     def _check_stateful(self) -> None:
         if not is_stateful(self.loader):
             raise ConfigError(
@@ -356,20 +236,8 @@ class PreparedLoader:
                 "load_state_dict; or count batches yourself and use skip_first_batches."
             )
 
-    def _planned_remainder(self) -> int:
-        """The remainder as far as it is known before the pass."""
-        size = self.total_batch_size
-        if self.drop_last or size is None:
-            return -1
-        if self.dealer is not None:
-            samples = sample_count(self.dealer.batch_sampler) if isinstance(self.dealer, BatchSamplerShard) else None
-        else:
-            samples = loader_length(self.sampler)
-            samples = self.total_dataset_length if samples is None else samples
-        return -1 if samples is None else samples % size
 
-
-class _Positions:
+class _Notes:
     """What is noted of each batch while others are fetched behind it: the loader's position, its real samples.
 
     Args:
@@ -378,22 +246,25 @@ class _Positions:
 
     def __init__(self, loader: PreparedLoader) -> None:
         self._loader = loader
-        self._states: deque[Any] | None = deque() if is_stateful(loader.loader) else None
+        self._positions: deque[Any] | None = deque() if is_stateful(loader.loader) else None
+        self._counts: deque[int] | None = deque() if loader.counts_samples else None
 
-    def fetched(self, has_ended: bool) -> None:
-        """A batch was fetched, or the end was."""
-        if self._states is None:
-            return
-        state = self._loader.loader.state_dict()  # type: ignore[attr-defined]
-        if not has_ended:
-            self._states.append(state)
-        elif self._states:
-            self._states[-1] = state  # behind the last batch the pass is over
+    def fetched(self, item: Any) -> Any:
+        """The batch of an item that was fetched; `_END` where the end was."""
+        if self._positions is not None:
+            position = self._loader.loader.state_dict()  # type: ignore[attr-defined]
+            if item is not _END:
+                self._positions.append(position)
+            elif self._positions:
+                self._positions[-1] = position  # behind the last batch the pass is over
+        if self._counts is None or item is _END:
+            return item
+        self._counts.append(item.real_samples)
+        return item.batch
 
     def given(self) -> None:
         """The first one that was fetched is given out."""
-        loader = self._loader
-        if self._states is not None:
-            loader._position = self._states.popleft()
-        if loader.counts_samples:
-            loader.real_samples = loader._counts.popleft() or None
+        if self._positions is not None:
+            self._loader._position = self._positions.popleft()
+        if self._counts is not None:
+            self._loader.real_samples = self._counts.popleft() or None

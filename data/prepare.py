@@ -19,9 +19,10 @@ from .dealing import DealtLoader
 from .dispatch import DispatchedLoader
 from .epochs import ToldDataset, ToldIterableDataset, WorkerSeeds, WorkerStart
 from .joining import SliceFunction
-from .loader import Dealer, PreparedLoader
-from .samplers import seed_of, shuffles, with_samplers, with_seedable_sampler
-from .shards import BatchSamplerShard, DealtSampler, IterableDatasetShard, check_split
+from .loader import PreparedLoader
+from .rounds import Dealer, check_split
+from .samplers import index_source, seed_of, shuffles, with_options, with_seedable_sampler
+from .shards import BatchSamplerShard, DealtSampler, IterableDatasetShard
 from .sizes import loader_length
 from .stateful import as_stateful
 
@@ -109,7 +110,6 @@ def prepare_loader(
         num_processes=process.num_processes,
         dealer=dealer,
     )
-    prepared.counts_samples = isinstance(getattr(shared, "collate_fn", None), CountingCollate)
     prepared.shared_generators = preparing.generators
     prepared.worker_seeds = preparing.worker_seeds
     return prepared
@@ -158,8 +158,8 @@ class _Preparing:
                 self.worker_seeds = WorkerSeeds(
                     torch.initial_seed() if seed is None else seed, self.index, ordinal=self.ordinal
                 )
-            self.worker_seeds.num_replaced += loader.generator is None
-            loader = with_samplers(loader, generator=self.worker_seeds.generator)
+            self.worker_seeds.replaced.append(loader.generator)
+            loader = with_options(loader, generator=self.worker_seeds.generator)
         return as_stateful(loader) if self.configuration.use_stateful_dataloader else loader
 
     def share(self, loader: Any) -> tuple[Any, Dealer]:
@@ -178,24 +178,21 @@ class _Preparing:
         return self._sharded_stream(loader) if is_stream else self._sharded(loader)
 
     def _share_exactly(self, loader: Any, *, by_index: bool) -> tuple[Any, Dealer]:
+        """Whole batches in turn, or their indices."""
         if not by_index:
             dealt = DealtLoader(loader, self.count, self.index, even_batches=False)
             return dealt, dealt
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        sampler = DealtSampler(getattr(loader, name), self.count, self.index)
-        return with_samplers(loader, **{name: sampler}), sampler
+        name, sampler = index_source(loader)
+        shard = DealtSampler(sampler, self.count, self.index)
+        return with_options(loader, **{name: shard}), shard
 
     def _sharded(self, loader: DataLoader[Any]) -> tuple[Any, Dealer]:
         """A map-style loader whose indices are shared."""
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        name, sampler = index_source(loader)
         shard = BatchSamplerShard(
-            getattr(loader, name),
-            self.count,
-            self.index,
-            self.configuration.split_batches,
-            self.configuration.even_batches,
+            sampler, self.count, self.index, self.configuration.split_batches, self.configuration.even_batches
         )
-        return with_samplers(loader, **{name: shard}), shard
+        return with_options(loader, **{name: shard}), shard
 
     def _sharded_stream(self, loader: DataLoader[Any]) -> tuple[Any, Dealer]:
         """A loader of an iterable dataset, of which each process reads all, or its own part where it has parts."""
@@ -203,7 +200,7 @@ class _Preparing:
         assert size is not None
         if not split and _num_shards(loader.dataset) >= self.count:
             part = loader.dataset.shard(self.count, self.index)  # type: ignore[attr-defined]
-            return with_samplers(loader, dataset=part), NativeShard()
+            return with_options(loader, dataset=part), NativeShard()
         shard = IterableDatasetShard(
             loader.dataset,
             size,
@@ -217,7 +214,7 @@ class _Preparing:
         batches = BatchSampler(loader.sampler, size, loader.drop_last)
         collate = CountingCollate(loader.collate_fn, shard)
         start = WorkerStart(loader.worker_init_fn)
-        clone = with_samplers(
+        clone = with_options(
             loader, dataset=shard, batch_sampler=batches, batch_size=size, collate_fn=collate, worker_init_fn=start
         )
         return clone, shard
@@ -295,7 +292,7 @@ def _with_told_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
     if is_told or not (loader.num_workers and loader.persistent_workers and hasattr(dataset, "set_epoch")):
         return loader
     told = ToldIterableDataset(dataset) if isinstance(dataset, IterableDataset) else ToldDataset(dataset)
-    return with_samplers(loader, dataset=told, worker_init_fn=WorkerStart(loader.worker_init_fn))
+    return with_options(loader, dataset=told, worker_init_fn=WorkerStart(loader.worker_init_fn))
 
 
 def _num_shards(dataset: Any) -> int:

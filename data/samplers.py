@@ -75,7 +75,13 @@ def is_skipping(loader: Any) -> bool:
     return any(isinstance(sampler, SkippingSampler) for sampler in samplers)
 
 
-def with_samplers(loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:
+def index_source(loader: DataLoader[Any]) -> tuple[str, Any]:
+    """The option by which a loader gets its indices, and what it is: a batch sampler, or without batches a sampler."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    return name, getattr(loader, name)
+
+
+def with_options(loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:
     """A copy of a loader with another `sampler`, `batch_sampler`, `dataset` and so on; the loader is not changed."""
     clone = copy.copy(loader)
     for name, option in options.items():
@@ -95,9 +101,9 @@ def with_seedable_sampler(loader: Any, data_seed: int | None = None) -> Any:
         return loader
     seedable = _seedable(loader.sampler, data_seed)
     if loader.batch_sampler is None:
-        return with_samplers(loader, sampler=seedable)
+        return with_options(loader, sampler=seedable)
     batches = loader.batch_sampler
-    return with_samplers(
+    return with_options(
         loader, sampler=seedable, batch_sampler=BatchSampler(seedable, batches.batch_size, batches.drop_last)
     )
 

@@ -1,19 +1,19 @@
 """`BatchSamplerShard` and `IterableDatasetShard`: one process's share of the indices, or of the samples, of a pass.
 
-A pass is cut into rounds, in each of which every process gets one batch. They are dealt by whole batches, so that the
-batches of the processes, read round by round, are those of one process.
+Rounds are dealt by whole batches, so that the batches of the processes, read round by round, are those of one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
-from ..distributed.errors import ConfigError, check_integer
+from ..distributed.errors import check_integer
+from .rounds import check_place, check_split, completed, is_in_full_rounds, num_dealt, rounds_of
 from .sizes import loader_length
 
 
@@ -65,28 +65,23 @@ class BatchSamplerShard(BatchSampler):
             samples, size = sample_count(self.batch_sampler), self.batch_size
             assert size is not None
             return samples is not None and _reaches_all(samples % size, self.num_processes, size // self.num_processes)
-        total = loader_length(self.batch_sampler)
-        return total is not None and total % self.num_processes == 0
+        return is_in_full_rounds(self.batch_sampler, self.num_processes)
 
     def __len__(self) -> int:
         """Batches that this process gets. Raises TypeError where the number can't be known before the pass."""
         total = len(self.batch_sampler)
         if self.split_batches:
             return total - self._lacks_last_part()
-        if self.drop_last:
-            return total // self.num_processes
-        if self.even_batches:
-            return -(-total // self.num_processes)
-        return batches_of_process(total, self.num_processes, self.process_index)
+        return num_dealt(
+            total, self.num_processes, self.process_index, drop_last=self.drop_last, even_batches=self.even_batches
+        )
 
     def __iter__(self) -> Iterator[list[int]]:
         self.real_samples = -1
-        if self.split_batches:
-            return self._parts()
-        return self._dealt() if self.batch_size is not None else self._dealt_whole()
+        return self._parts() if self.split_batches else self._dealt()
 
     def _dealt(self) -> Iterator[list[int]]:
-        """Whole batches of one size; the last round is completed sample by sample."""
+        """Whole batches in turn. The last round is completed by samples, or by batches where these have any sizes."""
         first: list[Any] = []
         waiting: list[Any] = []
         for batch in self.batch_sampler:
@@ -94,30 +89,7 @@ class BatchSamplerShard(BatchSampler):
                 yield waiting[self.process_index]
                 waiting = []
             waiting.append(batch)
-            if len(waiting) == self.num_processes and len(batch) == self.batch_size:
-                first = first or waiting
-                yield waiting[self.process_index]
-                waiting = []
-        yield from self._completed(waiting, first)
-
-    def _completed(self, waiting: list[Any], first: list[Any]) -> Iterator[list[int]]:
-        """This process's batch of the last round, if that was not full."""
-        if self.drop_last:
-            return
-        self.real_samples = sum(map(len, waiting))
-        if not self.even_batches:
-            yield from islice(waiting, self.process_index, self.process_index + 1)
-        elif waiting:
-            assert self.batch_size is not None
-            yield filled(waiting, first or waiting, self.batch_size, self.process_index)
-
-    def _dealt_whole(self) -> Iterator[Any]:
-        """Batches of any sizes; the last round is completed by whole batches."""
-        first: list[Any] = []
-        waiting: list[Any] = []
-        for batch in self.batch_sampler:
-            waiting.append(batch)
-            if len(waiting) == self.num_processes:
+            if len(waiting) == self.num_processes and (self.batch_size is None or len(batch) == self.batch_size):
                 first = first or waiting
                 yield waiting[self.process_index]
                 waiting = []
@@ -125,8 +97,15 @@ class BatchSamplerShard(BatchSampler):
             return
         self.real_samples = sum(len(batch) if hasattr(batch, "__len__") else 1 for batch in waiting)
         if self.even_batches and waiting:
-            waiting = list(islice(chain(waiting, cycle(first or waiting)), self.num_processes))
-        yield from islice(waiting, self.process_index, self.process_index + 1)
+            waiting = self._completed(waiting, first or waiting)
+        yield from waiting[self.process_index : self.process_index + 1]
+
+    def _completed(self, batches: list[Any], first: list[Any]) -> list[Any]:
+        """A last round with a batch for each process, filled up from the first round, again and again."""
+        if self.batch_size is None:
+            return completed(batches, first, self.num_processes)
+        samples = chain(chain.from_iterable(batches), cycle(chain.from_iterable(first)))
+        return [list(islice(samples, self.batch_size)) for _ in range(self.num_processes)]
 
     def _parts(self) -> Iterator[list[int]]:
         """This process's part of each batch."""
@@ -136,13 +115,13 @@ class BatchSamplerShard(BatchSampler):
         first: list[Any] = []
         self.real_samples = -1 if self.drop_last else 0
         for batch in self.batch_sampler:
-            first = first or [batch]
+            first = first or batch
             if len(batch) < self.batch_size:
                 if self.drop_last:
                     continue
                 self.real_samples = len(batch)
                 if self.even_batches:
-                    batch = list(islice(chain(batch, cycle(first[0])), self.batch_size))
+                    batch = completed(batch, first, self.batch_size)
             else:
                 self.real_samples = min(self.real_samples, 0)
             if part := batch[start : start + size]:
@@ -236,18 +215,16 @@ class IterableDatasetShard(IterableDataset[Any]):
         mine = slice(share * self.process_index, share * (self.process_index + 1))
         self.real_samples = 0
         first: list[Any] = []
-        waiting: list[Any] = []
-        for sample in self.dataset:
-            waiting.append(sample)
-            if len(waiting) == block:
-                first = first or waiting
-                yield from waiting[mine]
-                waiting = []
-        if waiting and not self.drop_last:
-            self.real_samples = len(waiting)
-            if self.even_batches:
-                waiting = list(islice(chain(waiting, cycle(first or waiting)), block))
-            yield from waiting[mine]
+        for samples in rounds_of(self.dataset, block):
+            if len(samples) == block:
+                first = first or samples
+            elif self.drop_last:
+                return
+            else:
+                self.real_samples = len(samples)
+                if self.even_batches:
+                    samples = completed(samples, first or samples, block)
+            yield from samples[mine]
 
     def _sizes(self) -> tuple[int, int]:
         """Samples per round of this process, and of all."""
@@ -275,30 +252,18 @@ class DealtSampler:
     @property
     def is_even(self) -> bool:
         """Whether each process is known to get as many items as the others."""
-        total = loader_length(self.sampler)
-        return total is not None and total % self.num_processes == 0
+        return is_in_full_rounds(self.sampler, self.num_processes)
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.sampler), self.process_index, None, self.num_processes)
 
     def __len__(self) -> int:
-        return batches_of_process(len(self.sampler), self.num_processes, self.process_index)
+        return num_dealt(len(self.sampler), self.num_processes, self.process_index)
 
 
 def _reaches_all(rest: int, num_processes: int, share: int) -> bool:
     """Whether the samples of a last round are enough for each process to get some, or none does."""
     return rest == 0 or rest > share * (num_processes - 1)
-
-
-def batches_of_process(total: int, num_processes: int, process_index: int) -> int:
-    """How many of `total` batches a process gets that are dealt in turn, with nothing added or left out."""
-    return total // num_processes + (process_index < total % num_processes)
-
-
-def filled(batches: Sequence[Sequence[int]], first: Sequence[Sequence[int]], size: int, index: int) -> list[int]:
-    """The `index`-th batch of a last round, filled up sample by sample from the first round, again and again."""
-    stream = chain(chain.from_iterable(batches), cycle(chain.from_iterable(first)))
-    return list(islice(stream, size * index, size * (index + 1)))
 
 
 def sample_count(batch_sampler: Any) -> int | None:
@@ -311,35 +276,3 @@ def sample_count(batch_sampler: Any) -> int | None:
         return loader_length(sampler)
     inner, size = sample_count(sampler), getattr(batch_sampler, "batch_size", None)
     return None if inner is None or size is None else max(inner - skipped * size, 0)
-
-
-def check_place(owner: str, num_processes: int, process_index: int) -> None:
-    """Refuse an index that is none of the processes.
-
-    Raises:
-        ConfigError: says what came.
-    """
-    check_integer(f"{owner}(num_processes)", num_processes, 1)
-    check_integer(f"{owner}(process_index)", process_index, 0)
-    if process_index >= num_processes:
-        raise ConfigError(
-            f"{owner}(process_index={process_index}) with num_processes={num_processes}. Expected an index below it."
-        )
-
-
-def check_split(batch_size: int | None, num_processes: int, owner: str) -> None:
-    """Refuse to split batches of no fixed size, or of one that is no multiple of the number of processes.
-
-    Raises:
-        ConfigError: says what came and what to do.
-    """
-    if batch_size is None:
-        raise ConfigError(
-            f"split_batches=True with a {owner} that has no batch_size: batches of any sizes can't be split evenly. "
-            "Leave split_batches out, so that whole batches are dealt, or give it a batch_size."
-        )
-    if batch_size % num_processes:
-        raise ConfigError(
-            f"split_batches=True: a batch size of {batch_size} can't be split evenly among {num_processes} processes. "
-            f"Use a multiple of {num_processes}, or leave split_batches out, so that it is that of each process."
-        )

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..distributed.errors import DataError, check_integer
 from .loader import PreparedLoader
-from .samplers import SkippingSampler, with_samplers
+from .samplers import SkippingSampler, index_source, with_options
 from .sizes import loader_length
 
 
@@ -54,6 +54,5 @@ def _skipping_indices(loader: Iterable[Any], num_batches: int) -> DataLoader[Any
     """The loader with its first indices left out, None where it does not work by indices."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
-    if loader.batch_sampler is None:
-        return with_samplers(loader, sampler=SkippingSampler(loader.sampler, num_batches))
-    return with_samplers(loader, batch_sampler=SkippingSampler(loader.batch_sampler, num_batches))
+    name, sampler = index_source(loader)
+    return with_options(loader, **{name: SkippingSampler(sampler, num_batches)})

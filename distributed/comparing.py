@@ -28,6 +28,17 @@ def is_debug_mode() -> bool:
     return bool(read_flag("DEBUG_MODE"))
 
 
+def is_alike_everywhere(description: Any, operation: str) -> bool:
+    """Whether all processes describe something in the same way, told by digests. Collective.
+
+    Args:
+        description: anything whose `repr` says it all.
+        operation: what reports call it.
+    """
+    digest = hashlib.blake2b(repr(description).encode(), digest_size=16).digest()
+    return len(set(gather_bytes(digest, operation))) == 1
+
+
 def check_tensors(leaves: Leaves, operation: str) -> None:
     """Refuse leaves that no collective can send. Local.
 
@@ -52,8 +63,7 @@ def check_alike(leaves: Leaves, operation: str, *, counts_scalars_as_one: bool =
         ShapeMismatchError: on every process: structure, shape, dtype or kind of device differ; shows all processes.
     """
     descriptions = {name: _describe(leaf, counts_scalars_as_one) for name, leaf in leaves}
-    digest = hashlib.blake2b(repr(descriptions).encode(), digest_size=16).digest()
-    is_alike = len(set(gather_bytes(digest, operation))) == 1
+    is_alike = is_alike_everywhere(descriptions, operation)
     refusals = [refusal(operation, name, leaf) for name, leaf in leaves if not _is_dense(leaf)]
     if is_alike and refusals:
         raise TypeError(refusals[0])

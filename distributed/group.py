@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from . import watch
+from .environment import patch_environment
 from .errors import ConfigError, LaunchError, suggest
-from .launched import Place, rendezvous_address
+from .launched import Place, find_place, rendezvous_address
 
 
 class _Joined:
@@ -29,6 +30,27 @@ class _Joined:
 def joined_place() -> Place | None:
     """The place with which this process has joined the group, None without one. Local."""
     return _Joined.place if is_connected() else None
+
+
+def own_place() -> Place:
+    """The place with which this process has joined the group, before that what the launcher says. Local.
+
+    Raises:
+        ConfigError: the launcher's variables contradict each other.
+    """
+    return joined_place() or find_place()
+
+
+def index_and_count() -> tuple[int, int]:
+    """This process's index and the number of processes: of the group, before there is one of the launcher. Local.
+
+    Raises:
+        ConfigError: the launcher's variables contradict each other.
+    """
+    if is_connected():
+        return rank(), world_size()
+    place = find_place()
+    return place.process_index, place.num_processes
 
 
 def is_connected() -> bool:
@@ -142,12 +164,5 @@ def _meeting_point(place: Place, init_method: str | None) -> Iterator[None]:
         yield
         return
     host, port = rendezvous_address(place)
-    before = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
-    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
-    try:
+    with patch_environment(MASTER_ADDR=host, MASTER_PORT=port):
         yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .environment import PREFIXES
+from .environment import PREFIXES, patch_environment
 from .errors import ConfigError
 from .group import is_connected
 from .launching import LaunchSettings, run_function
@@ -100,7 +99,8 @@ def notebook_launcher(
         environment={f"{PREFIXES[0]}MIXED_PRECISION": _precision(mixed_precision)},
     )
     if settings.num_processes == 1:
-        _call_here(settings, function, args)
+        with patch_environment(**settings.environment):
+            function(*args)
         return
     _check_fork(starts_devices=True)
     _check_used(function, args)
@@ -206,16 +206,3 @@ def _precision(word: str) -> str:
     if word not in ("no", "bf16", "fp16"):
         raise ConfigError(f"mixed_precision={word!r}. Accepted: no, bf16, fp16.")
     return word
-
-
-def _call_here(settings: LaunchSettings, function: Callable[..., object], args: Sequence[Any]) -> None:
-    """Call the function in this process, with the variables that a launch would give it."""
-    before = {name: os.environ.get(name) for name in settings.environment}
-    os.environ.update(settings.environment)
-    try:
-        function(*args)
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value

@@ -12,7 +12,7 @@ import torch
 
 from .errors import ConfigError, LaunchError, check_integer, check_number
 from .outcomes import Outcome, first_cause, signal_outcome
-from .ports import LOOPBACK, check_port
+from .ports import LOOPBACK, check_host, check_port
 from .surroundings import changed_environment, kept_signal_handlers, log_folder, no_leftovers, quiet_loggers
 
 DEFAULT_PORT = 29500
@@ -155,7 +155,7 @@ def _run_agent(
             return first_cause(error.failures, settings.num_processes)
         except SignalException as error:
             return signal_outcome(error.sigval)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ValueError, ImportError) as error:  # the last two: what the rendezvous lacks
             raise LaunchError(f"the processes could not be started: {error}") from error
     return Outcome(exit_code=0)
 
@@ -170,6 +170,8 @@ def _configuration(settings: LaunchSettings, logs: Any, start_method: str) -> An
     if port and settings.machine_rank == 0:
         check_port(port)
     backend = settings.rdzv_backend
+    if backend in ("static", "c10d") and "is_host" not in settings.rdzv_conf:
+        check_host(host, is_here=is_alone)
     options: dict[str, Any] = dict(settings.rdzv_conf)
     if backend == "static":
         options["rank"] = settings.machine_rank

@@ -6,9 +6,8 @@ import logging
 from collections.abc import MutableMapping
 from typing import Any
 
-from . import group
 from .environment import read_text
-from .launched import find_place
+from .group import index_and_count
 from .operations import wait_for_everyone
 
 
@@ -30,8 +29,7 @@ class ProcessLogger(logging.LoggerAdapter[logging.Logger]):
         kwargs["stacklevel"] += 1
         if not in_order and not self.isEnabledFor(level):
             return
-        place = None if group.is_connected() else find_place()
-        index, count = (place.process_index, place.num_processes) if place else (group.rank(), group.world_size())
+        index, count = index_and_count()
         if main_process_only:
             if index == 0:
                 self._write(level, msg, args, kwargs)

@@ -7,7 +7,6 @@ message, if it has not by itself within a while: it may be waiting inside a coll
 
 from __future__ import annotations
 
-import atexit
 import logging
 import multiprocessing
 import os
@@ -16,9 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from .errors import ConfigError, LaunchError, check_integer
 from .group import is_connected
@@ -26,6 +23,7 @@ from .launched import Place
 from .outcomes import ending_of, exit_code_of
 from .ports import LOOPBACK, free_port
 from .surroundings import dies_with_parent
+from .uncaught import EndHooks
 
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 10.0
@@ -65,9 +63,7 @@ class Peers:
         ]
         self._watcher = threading.Thread(target=self._watch, name="loopwright-peers", daemon=True)
         self._watcher.start()
-        self._outer_hook: Callable[..., Any] = sys.excepthook
-        sys.excepthook = self._hook
-        atexit.register(self._at_exit)
+        self._hooks = EndHooks(on_error=lambda error: self.terminate(), on_end=self._at_exit)
 
     def check(self) -> None:
         """Raise when another process has failed. Local.
@@ -142,14 +138,7 @@ class Peers:
         _end_all(self._processes)
         if threading.current_thread() is not self._watcher:
             self._watcher.join(POLL_SECONDS if self._failure is None else GRACE_SECONDS)
-        if sys.excepthook == self._hook:
-            sys.excepthook = self._outer_hook
-        atexit.unregister(self._at_exit)
-
-    def _hook(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        """In place of `sys.excepthook`: this process fails, so the others are not waited for."""
-        self._outer_hook(kind, error, traceback)
-        self.terminate()
+        self._hooks.remove()
 
     def _at_exit(self) -> None:
         """The script has come to its end, and the others have to as well; a failure of theirs is one of this run."""

@@ -17,7 +17,7 @@ from .environment import read_flag
 from .errors import ConfigError
 from .exchange import exchange
 from .kinds import DistributedType, kind_of
-from .launched import Place, find_place
+from .launched import Place
 from .splitting import share_of
 
 P = ParamSpec("P")
@@ -224,7 +224,7 @@ class ProcessState(ProcessMethods):
     ) -> None:
         self._options: dict[str, Any] = {"backend": backend, "timeout": timeout, "init_method": init_method}
         self._cpu = cpu
-        self._take(place or group.joined_place() or find_place())
+        self._take(place or group.own_place())
         if connects:
             self.connect()
 

@@ -15,7 +15,6 @@ import torch
 from . import group
 from .errors import ConfigError, suggest
 from .exchange import broadcast_encoded
-from .launched import find_place
 
 
 def check_seed(seed: object, option: str = "seed") -> None:
@@ -43,7 +42,7 @@ def set_seed(
         The seed that was used.
     """
     if device_specific:
-        seed = (seed + (_own_index() if process_index is None else process_index)) % 2**32
+        seed = (seed + (group.index_and_count()[0] if process_index is None else process_index)) % 2**32
     random.seed(seed)
     torch.manual_seed(seed)  # seeds every device
     if "numpy" in sys.modules:
@@ -51,10 +50,6 @@ def set_seed(
     if deterministic:
         torch.use_deterministic_algorithms(True)
     return seed
-
-
-def _own_index() -> int:
-    return group.rank() if group.is_connected() else find_place().process_index
 
 
 def synchronize_rng_states(rng_types: Iterable[str], generator: torch.Generator | None = None) -> None:

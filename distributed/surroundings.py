@@ -10,8 +10,10 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from .errors import ConfigError
 
 _DEATH_SIGNAL = 1
 """Linux's number of prctl's option that names the signal a process gets when its parent dies."""
@@ -62,14 +64,23 @@ def quiet_loggers(*, is_active: bool) -> Iterator[None]:
 
 @contextmanager
 def log_folder(given: str | None) -> Iterator[Path]:
-    """The folder given, made where it is missing; else a temporary one that is removed afterwards."""
-    if given is not None:
-        folder = Path(given)
-        folder.mkdir(parents=True, exist_ok=True)
+    """The folder given, made where it is missing; else a temporary one that is removed afterwards.
+
+    Raises:
+        ConfigError: it can't be made.
+    """
+    with ExitStack() as stack:
+        try:
+            folder = Path(given or stack.enter_context(_temporary_folder()))
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            name = f"log_dir={given!r}" if given else "the folder for temporary files"
+            raise ConfigError(f"{name} can't be used ({error}). Choose a folder that can be written.") from error
         yield folder
-        return
-    with tempfile.TemporaryDirectory(prefix="loopwright-", ignore_cleanup_errors=True) as temporary:
-        yield Path(temporary)
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="loopwright-", ignore_cleanup_errors=True)
 
 
 @contextmanager

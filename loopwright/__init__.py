@@ -157,7 +157,7 @@ _NAMES_OF_MODULE = {
     "trackers.tracker": ("Tracker",),
     "trackers.wandb": ("WandbTracker",),
     "trainer.accelerator": ("Accelerator",),
-    "trainer.plan": ("Plan",),
+    "trainer.plan_report": ("Plan",),
     "trainer.profiling": ("ProfileKwargs",),
     "trainer.project": ("ProjectConfiguration",),
     "trainer.task": ("Task",),
@@ -231,7 +231,7 @@ if TYPE_CHECKING:
     from .trackers.tracker import Tracker
     from .trackers.wandb import WandbTracker
     from .trainer.accelerator import Accelerator
-    from .trainer.plan import Plan
+    from .trainer.plan_report import Plan
     from .trainer.profiling import ProfileKwargs
     from .trainer.project import ProjectConfiguration
     from .trainer.task import Task

@@ -168,7 +168,8 @@ class DDPStrategy(Strategy):
         replica = find_replica(model)
         if replica is not None:
             return nullcontext() if must_reduce(replica) else replica.no_sync()
-        return self._pausing(model) if self._is_manual(model) else nullcontext()
+        manual = self._find_manual(model)
+        return nullcontext() if manual is None else self._pausing(manual)
 
     def trigger_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         replica = find_replica(model)
@@ -186,14 +187,13 @@ class DDPStrategy(Strategy):
                 loss = zero_loss([p for p in replica.module.parameters() if p.requires_grad])
                 loss = replica._post_forward(loss)  # type: ignore[no-untyped-call]
             self.backward(loss)
-        elif self._is_manual(model):
+        elif self._find_manual(model) is not None:
             average_gradients(model.parameters(), "averaging of gradients")
 
     def synchronize_buffers(self, model: nn.Module) -> None:
-        has_own_buffers = not self.settings.broadcast_buffers
-        if has_own_buffers or not (find_replica(model) is not None or self._is_manual(model)):
-            return
-        broadcast_tensors(self.unwrap(model).buffers(), "broadcast of buffers")
+        is_shared = find_replica(model) is not None or self._find_manual(model) is not None
+        if self.settings.broadcast_buffers and is_shared:
+            broadcast_tensors(self.unwrap(model).buffers(), "broadcast of buffers")
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """A context in which processes that have more batches than others go on alone. Collective.
@@ -204,7 +204,7 @@ class DDPStrategy(Strategy):
         from torch.distributed.algorithms.join import Join
 
         for model in models:
-            if self._is_manual(model):
+            if self._find_manual(model) is not None:
                 raise ConfigError(
                     f"join_uneven_inputs can't serve {type(model).__name__}, which was set up for manual optimization. "
                     "Give all processes as many batches: DataLoaderConfiguration(even_batches=True)."
@@ -238,15 +238,14 @@ class DDPStrategy(Strategy):
         self._manual.append(model)
         return model
 
-    def _is_manual(self, model: nn.Module) -> bool:
+    def _find_manual(self, model: nn.Module) -> nn.Module | None:
+        """The model as it was set up for manual optimization, None if it was not."""
         inner = self.unwrap(model)
-        return any(self.unwrap(known) is inner for known in self._manual)
+        return next((known for known in self._manual if self.unwrap(known) is inner), None)
 
     @contextmanager
-    def _pausing(self, model: nn.Module) -> Iterator[None]:
-        inner = self.unwrap(model)
-        paused = next(known for known in self._manual if self.unwrap(known) is inner)
-        self._paused.append(paused)
+    def _pausing(self, manual: nn.Module) -> Iterator[None]:
+        self._paused.append(manual)
         try:
             yield
         finally:

@@ -6,8 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-from ..distributed.group import joined_place
-from ..distributed.launched import find_place
+from ..distributed.group import own_place
 from .tracker import RunInfo, Status, Tracker
 
 P = ParamSpec("P")
@@ -65,8 +64,7 @@ def on_main_process(function: Callable[P, R]) -> Callable[P, R | None]:
 
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        place = joined_place() or find_place()
-        if getattr(args[0], "main_process_only", False) and place.process_index != 0:
+        if getattr(args[0], "main_process_only", False) and own_place().process_index != 0:
             return None
         return function(*args, **kwargs)
 

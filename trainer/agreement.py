@@ -304,7 +304,10 @@ class Agreement:
         window, flow, self._veto = self._window, self._veto, None
         self._request(flow)  # out of a step that overflowed, on which there was no vote
         if self._votes[AFTER_STEP] or not window.closes:
-            flags = _any(self._exchange("agree at a step's end", Flag.ENDED if window.is_last else NOTHING))
+            losses = 0 if self._run.training is None else self._run.training.loss.num_losses
+            rows = self._exchange("agree at a step's end", Flag.ENDED if window.is_last else NOTHING, losses)
+            self.had_loss = self.had_loss or any(row[2] for row in rows)
+            flags = _any(rows)
             if flags & Flag.STOP_NOW:
                 raise StopRun(self._run.stop_reason or "")
             self._ends_epoch = self._ends_epoch or bool(flags & Flag.END_EPOCH)

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 
 from ..data.combined import CombinedLoader
 from ..data.configuration import DataLoaderConfiguration
-from ..data.loader import PreparedLoader, loader_length
+from ..data.loader import PreparedLoader
+from ..data.sizes import loader_length
 from ..distributed.errors import ConfigError, DataError, suggest
 from ..strategies.strategy import Strategy
 from .run import EvaluationData
@@ -127,7 +128,7 @@ def evaluation_data(
             name: strategy.setup_dataloader(loader, own, exact=True, ordinal=1 + position)
             for position, (name, loader) in enumerate(loaders.items())
         },
-        [None if limit is None else max(-(-(limit - index) // count), 0) for limit in limits],
+        [None if limit is None else len(range(index, limit, count)) for limit in limits],
         process_index=index,
         num_processes=count,
     )

@@ -53,6 +53,9 @@ def fit(run: Run, training: Training) -> None:
                     fit_epoch(run, training)
             close_open_window(run, training)
             do_what_is_due_last(run, training)
+    except StopRun as stop:
+        run.stop(str(stop) or "StopRun was raised")
+    try:
         record_late(run, training)
     except StopRun as stop:
         run.stop(str(stop) or "StopRun was raised")

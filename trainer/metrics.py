@@ -249,7 +249,7 @@ class MetricLog:
             self.progress[name] = value
 
     def expect(self, suffix: str, num_batches: int | None) -> None:
-        """Note so many more batches seen of a suffix's loader, where other processes want to know; None: none so far."""
+        """Note so many more batches seen of a suffix's loader, where others want to know; None: none so far."""
         if self.exchange is not None:
             self.exchange.seen[suffix] = 0 if num_batches is None else self.exchange.seen.get(suffix, 0) + num_batches
 

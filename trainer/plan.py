@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
@@ -25,6 +24,7 @@ from ..strategies.scheduler import planned_length
 from .advice import is_too_short, likely_mistakes
 from .loop import refuse_empty_pass
 from .optimization import SchedulerConfig
+from .plan_report import Plan
 from .run import Run, Training
 from .setup import prepare_training, start_run
 from .task import Task
@@ -34,42 +34,6 @@ if TYPE_CHECKING:
 
 MOST_BATCHES = 200_000
 """Micro-batches that a plan walks through; of a longer run it tells the beginning."""
-
-
-@dataclass(slots=True)
-class Plan:
-    """What a run will do. `str(plan)` is the report."""
-
-    steps: int = 0
-    """Optimizer steps in all."""
-    batches: int = 0
-    """Micro-batches in all, of each process."""
-    epochs: float = 0.0
-    samples: int | None = 0
-    """Samples of all processes in all, None where the loader does not tell."""
-    num_processes: int = 1
-    samples_per_step: int | None = None
-    """Samples of all processes in the first optimizer step, None where the loader does not tell."""
-    batches_per_epoch: int | None = None
-    steps_per_epoch: int | None = None
-    end: str = ""
-    """What ends the run."""
-    is_complete: bool = True
-    """Whether the plan reaches the end of the run."""
-    due: dict[str, list[int]] = field(default_factory=dict)
-    """The optimizer steps at which something falls due: `"validation"`, `"log"`, and each callback with a schedule."""
-    learning_rates: list[tuple[int, float]] = field(default_factory=list)
-    """Each change of the first group's learning rate: after which step, to what."""
-    callbacks: list[tuple[str, list[str]]] = field(default_factory=list)
-    """The callbacks in the order in which they run, with the events that they handle."""
-    weights: dict[str, int] = field(default_factory=dict)
-    """What a file of weights will hold: tensors, elements, bytes."""
-    warnings: list[str] = field(default_factory=list)
-    """What looks wrong."""
-
-    def __str__(self) -> str:
-        parts = (_describe_processes, _describe_length, _describe_due, _describe_rest)
-        return "\n".join(line for part in parts for line in part(self))
 
 
 def make_plan(trainer: Trainer, task: Task, train: Any, val: Any) -> Plan:
@@ -334,60 +298,3 @@ def _captured_warnings() -> Iterator[list[str]]:
         warnings.simplefilter("always")
         yield found
     found.extend(str(w.message) for w in caught)
-
-
-# The report.
-
-
-def _describe_processes(plan: Plan) -> list[str]:
-    if plan.num_processes == 1:
-        return []
-    of_all = "" if plan.samples_per_step is None else f", a step takes {plan.samples_per_step:,} samples of all"
-    return [f"Processes   {plan.num_processes}{of_all}; batches are those of each"]
-
-
-def _describe_length(plan: Plan) -> list[str]:
-    if plan.batches_per_epoch is None:
-        return [f"Run         {f'{plan.steps:,}' if plan.steps else 'an unknown number of'} steps"]
-    about = "" if plan.is_complete else "at least " if plan.steps else "unknown: "
-    samples = "" if plan.samples is None else f", {plan.samples:,} samples"
-    lines = [f"Run         {about}{plan.steps:,} steps, {plan.batches:,} batches, {plan.epochs:g} epochs{samples}"]
-    if plan.end:
-        lines[0] += f"; ends at {plan.end}"
-    if plan.batches_per_epoch is not None:
-        steps = "" if plan.steps_per_epoch is None else f", {plan.steps_per_epoch:,} steps"
-        lines.append(f"Epoch       {plan.batches_per_epoch:,} batches{steps}")
-    return lines
-
-
-_titles = {"log": "Log", "validation": "Validation"}
-
-
-def _describe_due(plan: Plan) -> list[str]:
-    lines = [f"{_titles.get(name, name):<11} {_steps(steps)}" for name, steps in plan.due.items()]
-    if plan.learning_rates:
-        shown = _shortened([f"{rate:.4g} from step {step}" for step, rate in plan.learning_rates])
-        lines.append(f"{'Rate':<11} {', '.join(shown)}")
-    return lines
-
-
-def _describe_rest(plan: Plan) -> list[str]:
-    size = plan.weights["bytes"] / 1e6
-    lines = [f"Weights     {plan.weights['tensors']} tensors, {plan.weights['elements']:,} elements, {size:.2f} MB"]
-    lines += [
-        f"Callback    {name}: {', '.join(_shortened(events, 5)) or 'no event'}" for name, events in plan.callbacks
-    ]
-    lines += [f"Look at     {text}" for text in plan.warnings]
-    return lines
-
-
-def _steps(steps: Sequence[int]) -> str:
-    if not steps:
-        return "never"
-    if len(steps) == 1:
-        return f"at step {steps[0]}"
-    return f"at steps {', '.join(_shortened([str(step) for step in steps]))} ({len(steps)} times)"
-
-
-def _shortened(items: list[str], most: int = 8) -> list[str]:
-    return items if len(items) <= most else [*items[: most - 2], "...", items[-1]]

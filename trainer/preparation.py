@@ -253,7 +253,7 @@ class Preparation:
     ) -> tuple[nn.Module, list[Optimizer]]:
         if self._context is not None:
             wrap_forward(model, self._context)
-        is_dispatched = _is_dispatched(model)
+        is_dispatched = is_spread(model)
         if evaluates:
             if place and not is_dispatched:
                 model.to(self.strategy.device)
@@ -311,6 +311,6 @@ def _check_placed(model: nn.Module, device: torch.device) -> None:
             )
 
 
-def _is_dispatched(model: nn.Module) -> bool:
+def is_spread(model: nn.Module) -> bool:
     """Whether the parts of a model are on devices of their own, which moving it would undo."""
     return len(getattr(model, "hf_device_map", None) or ()) > 1

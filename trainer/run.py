@@ -239,7 +239,12 @@ class Run:
         return self.is_stopping or (self.agreement is not None and self.agreement.ends_pass)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the callbacks, once, of the exception that is ending the run. Control flow is none."""
+        """Tell the callbacks, once, of the exception that is ending the run. Control flow is none.
+
+        Nor is the exit that follows a signal, for which the run has ended in order.
+        """
+        if self.signal is not None and isinstance(error, SystemExit):
+            return
         if self.error is None and not isinstance(error, ControlFlow):
             self.error = error
             if self.agreement is not None:

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..callbacks.bus import bind
-from ..callbacks.callback import Callback, EndEpoch, SkipBatch, StopRun
+from ..callbacks.callback import SkipBatch
 from ..callbacks.intervals import Interval, Schedule
 from ..callbacks.state import RunState
 from ..data.loader import PreparedLoader
@@ -20,6 +20,7 @@ from ..distributed.random import set_seed
 from .agreement import Agreement
 from .evaluation import Stage
 from .loaders import batches_allowed, evaluation_data, first_batches, training_loader
+from .loop import announce_step
 from .metric_exchange import MetricExchange
 from .metrics import MetricLog
 from .optimization import Optimization, configure
@@ -101,7 +102,7 @@ def place(run: Run, training: Training) -> None:
     preparation.optimizers.clear()
     training.gated = [preparation.optimizer(optimizer) for optimizer in training.optimizers]
     for gated in training.gated:
-        gated.before_step = partial(_announce_step, run)
+        gated.before_step = partial(_is_applied, run)
 
 
 def build_model(task: Task, compiles: bool) -> None:
@@ -136,20 +137,13 @@ def prepare_training(run: Run, settings: Settings, train: Any, val: Any) -> Trai
     return _training(run, settings, loader, limit, num_batches, validation, found)
 
 
-def _announce_step(run: Run, optimizer: Optimizer) -> bool:
+def _is_applied(run: Run, optimizer: Optimizer) -> bool:
     """Fire `on_before_step` in manual optimization. Returns whether the step is to be applied, on all processes.
 
     Collective where a callback may drop it.
     """
     try:
-        try:
-            run.emit(Callback.on_before_step, optimizer)
-        except (SkipBatch, EndEpoch, StopRun) as flow:
-            if run.agreement is None:
-                raise
-            run.agreement.veto(flow)
-        if run.agreement is not None:
-            run.agreement.vote()
+        announce_step(run, optimizer)
     except SkipBatch:
         return False
     return True

@@ -21,6 +21,7 @@ from ..distributed.process import ProcessState
 from ..distributed.units import convert_file_size_to_int, size_bytes
 from ..strategies.forward import extract_model_from_parallel
 from ..strategies.strategy import Strategy
+from .preparation import is_spread
 from .project import ProjectConfiguration
 
 
@@ -118,7 +119,7 @@ class StateMethods:
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether a model, or a part of it, is spread over several devices, and so can't be trained by processes."""
-        return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
+        return any(map(is_spread, model.modules()))
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Have the state of further objects saved with that of the prepared ones.

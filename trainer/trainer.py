@@ -42,7 +42,8 @@ from .advice import check_schedules, unheard_events
 from .evaluation import PREDICT, TEST, VALIDATION, Stage, evaluate, predict
 from .loaders import read_batch_limits
 from .modes import deterministic_algorithms, training_mode
-from .plan import Plan, make_plan
+from .plan import make_plan
+from .plan_report import Plan
 from .readings import RunReadings
 from .run import Run, refused
 from .settings import Settings, read_fast_dev_run
@@ -318,7 +319,7 @@ class Trainer(RunReadings):
             self._newest_fit = run
             for optimizer in run.training.optimizers:
                 run.precision.forget(optimizer)  # what an exception left unscaled in the middle of a step
-        status: Status = "success"
+        status: Status = "success" if run.signal is None else "interrupted"
         if run.error is not None:
             status = "interrupted" if isinstance(run.error, KeyboardInterrupt) else "failed"
         try:

@@ -13,7 +13,7 @@ from ..callbacks.intervals import Duration
 from ..distributed import group
 from ..distributed.environment import read_flag
 from ..distributed.errors import ConfigError, check_integer
-from ..distributed.launched import Place, find_place
+from ..distributed.launched import Place
 from ..distributed.slots import control_device
 from ..strategies.registry import StrategyLike
 from ..strategies.strategy import Strategy
@@ -34,7 +34,7 @@ def read_world(devices: int | str, num_nodes: int, strategy: StrategyLike) -> Pl
     """
     wanted = _read_devices(devices)
     check_integer("num_nodes", num_nodes, 1, "It counts machines.")
-    place = group.joined_place() or find_place()
+    place = group.own_place()
     if place.num_processes > 1 or place.launcher != "none":
         _check_launched(place, wanted, num_nodes)
         return place

@@ -6,8 +6,8 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +86,7 @@ def merged_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of the command line, over those of the launch file. What is ignored is said on stderr.
 
     Raises:
-        ConfigError: the file can't be used, or asks for what is not there.
+        ConfigError: the file can't be used or asks for what is not there, or options contradict each other.
     """
     file = _read_file(given.get("config_file"))
     _check_type(file, given)
@@ -98,6 +98,7 @@ def merged_options(given: Mapping[str, Any]) -> dict[str, Any]:
     options = {**from_file, **given}
     if file.distributed_type not in ("NO", "MULTI_CPU") and "cpu" not in options:
         options.setdefault("wants_devices", True)
+    _check_conflicts(options)
     return options
 
 
@@ -109,7 +110,6 @@ def settings_of(options: Mapping[str, Any]) -> LaunchSettings:
     """
     from ..distributed.launching import LaunchSettings
 
-    _check_conflicts(options)
     number, names = _devices(options)
     num_machines = options.get("num_machines", 1)
     num_processes = options.get("num_processes", max(1, number) * num_machines)
@@ -180,30 +180,34 @@ def _devices(options: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
         return 0, {}
     import torch
 
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     chosen = options.get("gpu_ids", "all")
-    ids = [part.strip() for part in chosen.split(",")] if chosen != "all" else []
-    if kind is None:
-        if options.get("multi_gpu") or ids:
-            wanted = f"--gpu_ids={chosen}" if ids else "--multi_gpu"
-            raise ConfigError(f"{wanted}: this machine has no accelerator device. --cpu runs the processes on the CPU.")
-        if options.get("wants_devices"):
-            note("this machine has no accelerator device: the processes run on the CPU.")
-        return 0, {}
-    if not ids:
-        return torch.accelerator.device_count(), {}
+    if torch.accelerator.is_available() and (kind := torch.accelerator.current_accelerator()) is not None:
+        return (torch.accelerator.device_count(), {}) if chosen == "all" else _chosen_devices(chosen, kind.type)
+    if chosen != "all" or options.get("multi_gpu"):
+        wanted = "--multi_gpu" if chosen == "all" else f"--gpu_ids={chosen}"
+        raise ConfigError(f"{wanted}: this machine has no accelerator device. --cpu runs the processes on the CPU.")
+    if options.get("wants_devices"):
+        note("this machine has no accelerator device: the processes run on the CPU.")
+    return 0, {}
+
+
+def _chosen_devices(chosen: str, device_type: str) -> tuple[int, dict[str, str]]:
+    """As `_devices`, for what `--gpu_ids` names."""
+    ids = [part.strip() for part in chosen.split(",")]
     if "" in ids or len(set(ids)) < len(ids):
         raise ConfigError(f"--gpu_ids={chosen}. Expected different numbers with commas between them, such as 0,2.")
-    if kind.type not in VISIBLE_DEVICES:
-        raise ConfigError(f"--gpu_ids={chosen}: devices of type {type_word(kind.type)} can't be chosen.")
-    return len(ids), {VISIBLE_DEVICES[kind.type]: ",".join(ids)}
+    if device_type not in VISIBLE_DEVICES:
+        raise ConfigError(
+            f"--gpu_ids={chosen}: devices of type {type_word(device_type)} can't be chosen. Leave it out to use all."
+        )
+    return len(ids), {VISIBLE_DEVICES[device_type]: ",".join(ids)}
 
 
 def _check_count(options: Mapping[str, Any], num_processes: int, number: int) -> None:
     if options.get("multi_gpu") and num_processes < 2:
         raise ConfigError(f"--multi_gpu with num_processes={num_processes}. Expected at least 2, or leave it out.")
     if num_processes == -1:
-        raise ConfigError("the launch file says num_processes: -1, which leaves it open. Give --num_processes.")
+        raise ConfigError("num_processes: -1, which leaves it open. Give --num_processes a number.")
     here = num_processes // max(1, options.get("num_machines", 1))
     if 0 < number < here:
         raise ConfigError(
@@ -242,7 +246,6 @@ def _command(rest: Sequence[str], options: Mapping[str, Any]) -> list[str]:
     if not rest:
         raise ConfigError("no script is given. Expected: loopwright launch [options] script.py [its arguments].")
     script, arguments = rest[0], list(rest[1:])
-    _check_conflicts(options)
     if options.get("no_python"):
         if shutil.which(script) is None:
             raise ConfigError(f"there is no program {script!r}. Check the spelling, and that it may be run.")
@@ -250,6 +253,8 @@ def _command(rest: Sequence[str], options: Mapping[str, Any]) -> list[str]:
     if options.get("module"):
         _check_module(script)
         return [sys.executable, "-u", "-m", script, *arguments]
+    if not script:
+        raise ConfigError("the script's name is empty. Expected: loopwright launch [options] script.py [its arguments].")
     _check_script(Path(script))
     return [sys.executable, "-u", script, *arguments]
 
@@ -266,23 +271,33 @@ def _check_script(script: Path) -> None:
 
 
 def _check_module(module: str) -> None:
-    with _working_directory_on_path():
-        found = importlib.util.find_spec(module.partition(".")[0])
-    if found is None:
-        raise ConfigError(
-            f"there is no module {module!r} in the working directory {Path.cwd()} or among the installed packages."
-        )
-
-
-@contextmanager
-def _working_directory_on_path() -> Iterator[None]:
-    before = list(sys.path)
-    sys.path.insert(0, str(Path.cwd()))
     importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        sys.path[:] = before
+    found = _find_module(module)
+    if found is None:
+        name = module.removesuffix(".py").replace("/", ".")
+        hint = f"Did you mean {name!r}? " if name != module and _find_module(name) else ""
+        raise ConfigError(
+            f"there is no module {module!r} in the working directory {Path.cwd()} or among the installed packages. "
+            f"{hint}".rstrip()
+        )
+    if found.submodule_search_locations is not None and _find_module(f"{module}.__main__") is None:
+        raise ConfigError(f"the module {module} is a package without a __main__.py. Name a module in it.")
+
+
+def _find_module(module: str) -> ModuleSpec | None:
+    """Where a module stands, without importing the packages that it is in: that may take long, and start devices."""
+    places, found = [str(Path.cwd()), *sys.path], None
+    parts = module.split(".")
+    for i, part in enumerate(parts, start=1):
+        if not part.isidentifier():
+            return None
+        found = PathFinder.find_spec(".".join(parts[:i]), places)
+        if found is None and i == 1:
+            found = importlib.util.find_spec(part)  # built in, or by an import hook of an editable installation
+        if found is None:
+            return None
+        places = list(found.submodule_search_locations or ())
+    return found
 
 
 def note(text: str) -> None:

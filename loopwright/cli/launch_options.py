@@ -205,7 +205,7 @@ def _take(name: str, value: str | None, rest: list[str]) -> Any:
 def _unknown(spelling: str, name: str) -> str:
     if (remedy := absent(name)) is not None:
         return f"{spelling}: {remedy}"
-    near = suggest(name.lstrip("-"), [*OPTIONS, *ALIASES], is_listed=False)
+    near = suggest(name.lstrip("-").lower(), [*OPTIONS, *ALIASES], is_listed=False)
     return (
         f"{spelling} is not known. {near} `loopwright launch --help` lists the options; those of the script stand "
         "behind its name."

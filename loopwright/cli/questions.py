@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def _read(arguments: Sequence[str]) -> tuple[str, dict[str, str]]:
             action = name
         elif argument.startswith("--") and name in ("config_file", "mixed_precision"):
             if not equals and not rest:
-                raise ConfigError(f"--{name} has no value.")
+                raise ConfigError(f"--{name} has no value. Give one: --{name}=...")
             values[name] = argument.partition("=")[2] if equals else rest.pop(0)
         else:
             raise ConfigError(f"{argument} is not known. {suggest(name, [*ACTIONS, 'config_file', 'mixed_precision'])}")
@@ -155,9 +155,9 @@ def _problem(text: str, name: str, least: int | None) -> str | None:
     return None
 
 
-def _input(prompt: str, read: Callable[[str], str] = input) -> str:
+def _input(prompt: str) -> str:
     try:
-        return read(prompt)
+        return input(prompt)
     except EOFError as error:
         raise ConfigError(
             "the input ended before all questions were answered. `loopwright config --default` asks nothing."

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from loopwright.data.combined import CombinedLoader, Mode
-from loopwright.data.loader import loader_length
+from loopwright.data.sizes import loader_length
 from loopwright.distributed.errors import ConfigError, DataError
 
 

@@ -11,8 +11,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from loopwright.data.configuration import DataLoaderConfiguration
-from loopwright.data.loader import PreparedLoader, loader_length
+from loopwright.data.loader import PreparedLoader
 from loopwright.data.samplers import SeedableRandomSampler, with_seedable_sampler
+from loopwright.data.sizes import loader_length
 from loopwright.distributed.errors import ConfigError
 
 

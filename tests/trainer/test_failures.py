@@ -63,7 +63,8 @@ def start(folder: Path, kind: str, index: int) -> Run:
         processes.append(
             subprocess.Popen(
                 [sys.executable, str(SCRIPT), kind, str(index)],
-                env=os.environ | variables | {"LOOPWRIGHT_USE_CPU": "1"}, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                env=os.environ | variables | {"LOOPWRIGHT_USE_CPU": "1"},
+                cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
         )  # fmt: skip
     return Run(processes, folder)
@@ -90,7 +91,7 @@ def ended(tmp_path: Path) -> Callable[[str], Ended]:
 )
 def test_an_exception_ends_both_and_is_shown_by_both(ended: Callable[[str], Ended], kind: str, place: str) -> None:
     """B65, with a Trainer."""
-    run, chosen = ended(kind], FAILURES[kind)
+    run, chosen = ended(kind), FAILURES[kind]
     assert run.codes == [1, 1]
     cause = f"ValueError: boom in the {kind}"
     assert cause in run.errors[chosen]
@@ -166,7 +167,8 @@ def test_the_launcher_names_the_first_cause(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_launcher_and_processes(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [*LAUNCH, str(SCRIPT), "interrupt", "1"], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [*LAUNCH, str(SCRIPT), "interrupt", "1"], cwd=tmp_path,
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True,
     ) as launcher:  # fmt: skip
         try:

@@ -184,6 +184,34 @@ def test_a_process_without_a_loss_in_the_first_epoch_is_no_error_where_others_ha
     assert first["w"] == -2.0
 
 
+def lose_in_a_carried_window() -> dict[str, Any]:
+    task = NoLoss()
+    options: dict[str, Any] = {"accumulate": 2, "accumulate_across_epochs": "carry", "max_epochs": 2}
+    return state_of(fit(task, Presharded(ones(1)), **options), task)
+
+
+def stop_late() -> list[Any]:
+    results = []
+    for event in ("fit_end", "log"):
+        task = CarriedLoss()
+        callback = Watch(**{event: at(2, StopRun)})
+        found = fit(task, Presharded(ones(2)), log_every=2, callbacks=callback)
+        results.append(state_of(found, task) | {"reason": None} | found.metrics)
+    return results
+
+
+def test_a_carried_window_with_a_loss_elsewhere_is_no_error(two_processes: Any) -> None:
+    first, second = two_processes(lose_in_a_carried_window)
+    assert first == second
+    assert (first["step"], first["w"]) == (1, -1.0)
+
+
+def test_a_stop_at_the_very_end_of_one_process_leaves_nobody_behind(two_processes: Any) -> None:
+    first, second = two_processes(stop_late)
+    assert first == second
+    assert [each["loss"] for each in first] == [1.0, 1.0]
+
+
 class Normalised(Scalar):
     """With buffers that differ between the processes until an evaluation."""
 
