@@ -55,6 +55,10 @@ class StopRun(ControlFlow):
     """Raise it to end the run in order, as `trainer.stop(reason)` does; gradients of an open window are dropped."""
 
 
+class NonFiniteStop(StopRun):
+    """`StopRun` for a value that is not finite, so that the other processes of the run count it as well."""
+
+
 class Callback:
     """Base of everything that adds to training without being the loop.
 

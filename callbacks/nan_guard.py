@@ -11,7 +11,7 @@ import torch
 from ..checkpoint.finite import all_finite
 from ..distributed.errors import ConfigError, NonFiniteError, check_boolean, check_integer, suggest
 from ..strategies.optimizer import parameters_of
-from .callback import Callback, NonFiniteSkip, StopRun
+from .callback import Callback, NonFiniteSkip, NonFiniteStop
 from .intervals import Interval, IntervalLike, Schedule
 from .nan_report import Buffers, Occurrence, describe
 
@@ -118,14 +118,14 @@ class NaNGuard(Callback):
             self._act(trainer, task, "gradients are not finite")
 
     def on_step(self, trainer: TrainerView, task: TaskView, outcome: StepOutcome) -> None:
-        if trainer.nonfinite_elsewhere:
-            self.nonfinite_steps += 1  # another process found it, and all of them dropped the step
-            self._buffers.put_back()
         if not self._watches_each and self._schedule is not None and self._schedule.is_due(trainer.state):
             self._look_back(trainer, task)
 
     def on_batch_end(self, trainer: TrainerView, task: TaskView, outputs: Any) -> None:
         self._batch = None
+        if trainer.nonfinite_elsewhere:
+            self.nonfinite_steps += 1  # another process found it, and all of them dropped the step
+            self._buffers.put_back()
 
     def on_epoch_end(self, trainer: TrainerView, task: TaskView, metrics: dict[str, float]) -> None:
         if trainer.error is None:
@@ -158,7 +158,7 @@ class NaNGuard(Callback):
         locate = self.locate and (self.policy != "skip" or self.nonfinite_steps == 1)
         report = describe(trainer, task, occurrence, locate=locate)
         if self.policy == "stop":
-            raise StopRun(f"NaNGuard: {report}")
+            raise NonFiniteStop(f"NaNGuard: {report}")
         if self.policy == "raise":
             raise NonFiniteError(
                 f"{report} Lower the learning rate, clip gradients (clip_norm=1.0), repair the data, or use "

@@ -44,7 +44,8 @@ class LoaderAround:
         """Samples per batch over all processes, None where there is no fixed size."""
         size = self.batch_size
         if size is None:  # a loader with a batch sampler of its own does not say it
-            size = getattr(self.batch_sampler, "batch_size", None)
+            batches = self.sampler if self.batch_sampler is None else self.batch_sampler
+            size = getattr(batches, "batch_size", None)
         return size if size is None or self.splits_batches else size * self.num_processes
 
     @property

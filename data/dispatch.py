@@ -32,9 +32,6 @@ class _Blank:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def filled_up(self, pins: bool) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, pin_memory=pins)
-
 
 class _Message(NamedTuple):
     """What the main process says before each round: one field is set, none at the end of the pass."""
@@ -235,7 +232,7 @@ def _received(batch: Any, pins: bool) -> Any:
     device = control_device()
 
     def receive(blank: _Blank) -> Tensor:
-        tensor = blank.filled_up(pins)
+        tensor = torch.empty(blank.shape, dtype=blank.dtype, pin_memory=pins)
         if tensor.numel():
             buffer = tensor.reshape(-1).view(torch.uint8)
             arrived = buffer.to(device)  # the same memory where the group speaks CPU

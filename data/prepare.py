@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from ..distributed.errors import ConfigError, DataError
 from ..distributed.exchange import exchange
@@ -93,8 +94,9 @@ def prepare_loader(
         prepared.device = device
         return prepared
     preparing = _Preparing(
-        process,
-        configuration,
+        index=process.process_index,
+        count=process.num_processes,
+        configuration=configuration,
         exact=exact,
         ordinal=ordinal,
         places=device is not None,
@@ -115,40 +117,42 @@ def prepare_loader(
     return prepared
 
 
+@dataclass(kw_only=True, slots=True)
 class _Preparing:
-    """The steps from a loader to this process's share of it."""
+    """The steps from a loader to this process's share of it, with the arguments of `prepare_loader`."""
 
-    def __init__(
-        self,
-        process: Place,
-        configuration: DataLoaderConfiguration,
-        *,
-        exact: bool,
-        ordinal: int,
-        places: bool,
-        slice_fn: SliceFunction | None,
-    ) -> None:
-        self.configuration = configuration
-        self.exact = exact
-        self.ordinal = ordinal
-        self.places = places
-        self.slice_fn = slice_fn
-        self.count = process.num_processes
-        self.index = process.process_index
-        self.generators: list[torch.Generator] = []
-        self.worker_seeds: WorkerSeeds | None = None
+    index: int
+    count: int
+    configuration: DataLoaderConfiguration
+    exact: bool
+    ordinal: int
+    places: bool
+    """Whether batches go to a device."""
+    slice_fn: SliceFunction | None
+    generators: list[torch.Generator] = field(default_factory=list)
+    """Found by `ready`, as the seeds are: those whose state processes have to share before each pass."""
+    worker_seeds: WorkerSeeds | None = None
 
-    def ready(self, loader: Any) -> Any:
-        """The loader as it is shared: shuffling alike on all processes, with workers that are told the epoch."""
+    def ready(self, loader: Any, dispatches: bool | None = None) -> Any:
+        """The loader as it is shared: shuffling alike on all processes, with workers that are told the epoch.
+
+        Args:
+            loader: the user's, or a part of it.
+            dispatches: whether the main process alone will read it; None: by its kind.
+        """
+        if dispatches is None:
+            dispatches = self.count > 1 and not self.exact and self._dispatches(_is_stream(loader))
         if isinstance(loader, CombinedLoader):
-            parts = [self.ready(part) for part in loader.loaders]
+            parts = [self.ready(part, dispatches) for part in loader.loaders]
             is_same = all(part is own for part, own in zip(parts, loader.loaders, strict=True))
             return loader if is_same else loader.with_loaders(parts)
         if not isinstance(loader, DataLoader):
             return loader
+        if self.count > 1:
+            _refuse_dealt_samples(loader)
         if shuffles(loader) and self.configuration.use_seedable_sampler:
             loader = with_seedable_sampler(loader, self._agreed_seed(loader))
-        elif self.count > 1:
+        elif self.count > 1 and not dispatches:
             loader, generator = drawing_alike(loader, torch.initial_seed() + self.ordinal)
             self.generators += [] if generator is None else [generator]
         loader = _with_told_workers(loader)
@@ -158,7 +162,8 @@ class _Preparing:
                 self.worker_seeds = WorkerSeeds(
                     torch.initial_seed() if seed is None else seed, self.index, ordinal=self.ordinal
                 )
-            self.worker_seeds.replaced.append(loader.generator)
+            # Where the main process reads for all, the loader's own generator is its sampler's alone, as in Accelerate.
+            self.worker_seeds.replaced.append(None if dispatches else loader.generator)
             loader = with_options(loader, generator=self.worker_seeds.generator)
         return as_stateful(loader) if self.configuration.use_stateful_dataloader else loader
 
@@ -167,7 +172,7 @@ class _Preparing:
         if isinstance(loader, Presharded):
             return loader.loader, NativeShard()
         is_loader = isinstance(loader, DataLoader)
-        is_stream = is_loader and isinstance(loader.dataset, IterableDataset)
+        is_stream = _is_stream(loader)
         if self.exact:
             return self._share_exactly(loader, by_index=is_loader and not is_stream)
         self._check_rounds(loader)
@@ -283,6 +288,23 @@ class _Preparing:
             return self.configuration.data_seed
         seed = seed_of(loader.sampler)
         return seed if self.count == 1 else exchange(seed, "agreeing on the order of a loader")[0]
+
+
+def _refuse_dealt_samples(loader: DataLoader[Any]) -> None:
+    """Samples that a sampler has dealt to processes would be dealt once more, and most of them be seen by none."""
+    sampler = index_source(loader)[1]
+    while sampler is not None:
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            raise ConfigError(
+                f"the DataLoader's DistributedSampler gives each of {sampler.num_replicas} processes a part of the "
+                "samples, and these parts would be dealt out among the processes once more. Pass the loader without it "
+                "(shuffle=True), or keep it and wrap the loader: Presharded(loader), from loopwright.data.prepare."
+            )
+        sampler = getattr(sampler, "sampler", None)
+
+
+def _is_stream(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
 
 
 def _with_told_workers(loader: DataLoader[Any]) -> DataLoader[Any]:

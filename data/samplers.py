@@ -57,6 +57,11 @@ class SamplerAround:
         self.batch_size: int | None = getattr(sampler, "batch_size", None)
         self.drop_last = bool(getattr(sampler, "drop_last", False))
 
+    @property
+    def kind(self) -> str:
+        """The class of the user's sampler, for messages."""
+        return getattr(self.sampler, "kind", None) or type(self.sampler).__name__
+
     def __len__(self) -> int:
         """Items in a pass. Raises TypeError where the sampler has no length."""
         return max(len(self.sampler) - self.num_skipped, 0)

@@ -54,7 +54,7 @@ class BatchSamplerShard(BatchSampler):
         was full; -1 while no pass has ended or if it was left out.
         """
         if split_batches:
-            check_split(self.batch_size, num_processes, type(batch_sampler).__name__)
+            check_split(self.batch_size, num_processes, getattr(batch_sampler, "kind", type(batch_sampler).__name__))
 
     @property
     def is_even(self) -> bool:

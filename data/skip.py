@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..distributed.errors import DataError, check_integer
+from ..distributed.errors import ConfigError, DataError, check_integer
 from .loader import PreparedLoader
 from .samplers import SkippingSampler, index_source, with_options
 from .sizes import loader_length
@@ -25,10 +25,12 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     Returns:
         A `DataLoader` for one over a map-style dataset, else a `PreparedLoader`.
     Raises:
-        ConfigError: the number is negative or no integer.
+        ConfigError: the number is negative or no integer, or the loader can't be iterated.
         DataError: the loader has fewer batches.
     """
     check_integer("skip_first_batches(num_batches)", num_batches, 0)
+    if not hasattr(dataloader, "__iter__"):
+        raise ConfigError(f"skip_first_batches got a {type(dataloader).__name__}. Expected an iterable of batches.")
     length = loader_length(dataloader)
     if length is not None and num_batches > length:
         raise DataError(

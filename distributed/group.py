@@ -32,6 +32,11 @@ def joined_place() -> Place | None:
     return _Joined.place if is_connected() else None
 
 
+def has_joined() -> bool:
+    """Whether this process has ever joined a group, be it there still or not. Local."""
+    return _Joined.place is not None
+
+
 def own_place() -> Place:
     """The place with which this process has joined the group, before that what the launcher says. Local.
 

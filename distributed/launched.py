@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from .environment import launched_as
 from .errors import ConfigError
+from .ports import DEFAULT_PORT, LOOPBACK
 
 _SLURM_TASKS = "SLURM_STEP_TASKS_PER_NODE"
 _FIRST_PORT, _NUM_PORTS = 20000, 12000  # below those that systems hand out by themselves
@@ -153,7 +154,7 @@ def rendezvous_address(place: Place) -> tuple[str, int]:
             "the host of process 0, on all of them."
         )
     port = launched_as("MASTER_PORT", 0) or _job_port()
-    return host or "127.0.0.1", port
+    return host or LOOPBACK, port
 
 
 def _job_port() -> int:
@@ -161,4 +162,4 @@ def _job_port() -> int:
     for name in ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"):
         if text := os.environ.get(name, "").strip():
             return _FIRST_PORT + zlib.crc32(text.encode()) % _NUM_PORTS
-    return 29500
+    return DEFAULT_PORT

@@ -12,11 +12,9 @@ import torch
 
 from .errors import ConfigError, LaunchError, check_integer, check_number
 from .outcomes import Outcome, first_cause, signal_outcome
-from .ports import LOOPBACK, check_host, check_port
+from .ports import DEFAULT_PORT, LOOPBACK, check_host, check_port
 from .surroundings import changed_environment, kept_signal_handlers, log_folder, no_leftovers, quiet_loggers
 
-DEFAULT_PORT = 29500
-"""Where the processes of several machines meet when no port is given."""
 TEE_WORDS = {"0": 0, "1": 1, "2": 2, "3": 3}
 """What of each process is written to its log file as well: nothing, its output, its errors, both."""
 

@@ -158,9 +158,12 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
         pad_index: the value to fill with.
         pad_first: fill at the beginning.
     Raises:
+        ConfigError: `dim` is no integer.
         TypeError: a leaf is no tensor.
         ShapeMismatchError: on every process: the structure differs, or numbers of dimensions do; shows all processes.
     """
+    if not isinstance(dim, int):
+        raise ConfigError(f"pad_across_processes(dim={dim!r:.80}). Expected an integer.")
     leaves, rebuild = flatten(tensor)
     check_tensors(leaves, "pad_across_processes")
     if world_size() == 1:

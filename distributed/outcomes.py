@@ -32,10 +32,14 @@ class Outcome:
     """Whether Ctrl-C ended it."""
 
 
-def record_failure(error: BaseException) -> None:
+def record_failure(error: BaseException, text: str | None = None) -> None:
     """Tell the launcher how this process fails, so that it names the first cause. Local.
 
     Does nothing where no launcher asks for it, or where this process has told it already.
+
+    Args:
+        error: what ends it.
+        text: what to say in place of the error's type and message.
     """
     place = os.environ.get(ERROR_FILE_VARIABLE, "")
     if not place or not Path(place).parent.is_dir() or Path(place).exists():
@@ -45,8 +49,9 @@ def record_failure(error: BaseException) -> None:
         "timestamp": str(int(time.time())),
         "seconds": time.time(),
         "kind": type(error).__name__,
+        "code": code_of(error),
     }
-    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+    message = {"message": text or f"{type(error).__name__}: {error}".removesuffix(": "), "extraInfo": extra}
     Path(place).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
@@ -56,10 +61,12 @@ def first_cause(failures: Mapping[int, Any], num_processes: int) -> Outcome:
     failure, report = failures[index], _report(failures[index])
     others = sorted(other for other in failures if other != index and failures[other].exitcode != -signal.SIGTERM)
     also = f" After it ended: {', '.join(map(str, others))}." if others else ""
-    how = ending_of(failure.exitcode)
+    is_late = bool(report["message"]) and failure.exitcode == -signal.SIGTERM  # the launcher ended it on its way out
+    code = report["code"] if is_late else exit_code_of(failure.exitcode)
+    how = ending_of(code if is_late else failure.exitcode)
     cause = f"{_first_line(report['message'])} ({how})" if report["message"] else how
     return Outcome(
-        exit_code=exit_code_of(failure.exitcode),
+        exit_code=code,
         text=f"process {index} of {num_processes} failed first: {cause}.{also}",
         traceback=report["traceback"],
     )
@@ -77,6 +84,14 @@ def signal_outcome(number: int) -> Outcome:
 def exit_code_of(code: int) -> int:
     """A shell's exit code for what a process returned: negative numbers are signals. Local."""
     return code if code >= 0 else KILLED - code
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code to which an exception leads that nobody catches; 1 where it would be that of success. Local."""
+    if isinstance(error, KeyboardInterrupt):
+        return KILLED + signal.SIGINT
+    code = error.code if isinstance(error, SystemExit) else 1
+    return code if isinstance(code, int) and code else 1
 
 
 def ending_of(code: int) -> str:
@@ -97,7 +112,7 @@ def _first(failures: Mapping[int, Any]) -> int:
 
     def rank(index: int) -> tuple[bool, bool, bool, float]:
         report = _report(failures[index])
-        was_ended = failures[index].exitcode == -signal.SIGTERM
+        was_ended = exit_code_of(failures[index].exitcode) == KILLED + signal.SIGTERM  # at once, or in order
         return report["kind"] == "PeerFailedError", was_ended, not report["message"], report["seconds"]
 
     return min(failures, key=rank)
@@ -113,6 +128,7 @@ def _report(failure: Any) -> dict[str, Any]:
         "kind": extra.get("kind", message.partition(":")[0]),
         "seconds": float(extra.get("seconds", failure.timestamp)),
         "traceback": str(extra.get("py_callstack", "")),
+        "code": int(extra.get("code", 1)),
     }
 
 

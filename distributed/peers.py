@@ -7,7 +7,6 @@ message, if it has not by itself within a while: it may be waiting inside a coll
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import signal
@@ -16,14 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
 from .errors import ConfigError, LaunchError, check_integer
-from .group import is_connected
+from .group import has_joined, is_connected
 from .launched import Place
-from .outcomes import ending_of, exit_code_of
+from .outcomes import code_of, ending_of, exit_code_of
 from .ports import LOOPBACK, free_port
 from .surroundings import dies_with_parent
-from .uncaught import EndHooks
+from .uncaught import EndHooks, end_at_once
 
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 10.0
@@ -55,14 +55,15 @@ class Peers:
         """Where the processes meet, for `connect` in this process; the others have it in their variables."""
         self._failure: str | None = None
         self._exit_code = 1
+        self._own_code: int | None = None
         self._is_closing = threading.Event()
         self._has_noticed = threading.Event()
-        self._processes = [
-            subprocess.Popen(command, env=dict(environment), preexec_fn=dies_with_parent())
-            for command, environment in zip(commands, environments, strict=True)
-        ]
-        self._watcher = threading.Thread(target=self._watch, name="loopwright-peers", daemon=True)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        starting: Future[None] = Future()
+        arguments = (commands, environments, starting)
+        self._watcher = threading.Thread(target=self._run, args=arguments, name="loopwright-peers", daemon=True)
         self._watcher.start()
+        starting.result()
         self._hooks = EndHooks(on_error=lambda error: self.terminate(), on_end=self._at_exit)
 
     def check(self) -> None:
@@ -75,8 +76,14 @@ class Peers:
             self._has_noticed.set()
             raise LaunchError(self._failure)
 
-    def notice(self) -> None:
-        """Say that this process knows of a failure and is ending, however long that takes. Local."""
+    def notice(self, error: BaseException | None = None) -> None:
+        """Say that this process knows of a failure and is ending, however long that takes. Local.
+
+        Args:
+            error: what ends it; the code of an exit becomes that of the run, whatever becomes of the others.
+        """
+        if isinstance(error, SystemExit):
+            self._own_code = code_of(error)
         self._has_noticed.set()
 
     def close(self) -> None:
@@ -101,8 +108,27 @@ class Peers:
         self._has_noticed.set()
         self._end()
 
+    def _run(
+        self, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], starting: Future[None]
+    ) -> None:
+        """The thread: start the processes and watch them.
+
+        It lives as long as they do: to the system the thread that started a process is its parent, with whose end it
+        ends. The thread that the Trainer was called in may be gone long before.
+        """
+        try:
+            for command, environment in zip(commands, environments, strict=True):
+                process = subprocess.Popen(command, env=dict(environment), preexec_fn=dies_with_parent())
+                self._processes.append(process)
+        except Exception as error:  # noqa: BLE001 - raised where the processes are wanted
+            _end_all(self._processes)
+            starting.set_exception(error)
+            return
+        starting.set_result(None)
+        self._watch()
+
     def _watch(self) -> None:
-        """The thread: look at the processes until they have ended, or one has failed."""
+        """Look at the processes until they have ended, or one has failed."""
         while not self._is_closing.wait(POLL_SECONDS):
             failure = self._find_failure()
             if failure is not None:
@@ -116,16 +142,17 @@ class Peers:
 
     def _give_up(self) -> None:
         """End this process, which hangs: its peer is gone, and what it waits for can't be interrupted."""
-        print(f"{self._failure} Process 0 was waiting for it, and is ended.", file=sys.stderr)
-        _leave(self._exit_code)
+        end_at_once(f"{self._failure} Process 0 was waiting for it, and is ended.", self._exit_code)
 
     def _find_failure(self) -> str | None:
         for index, process in enumerate(self._processes, start=1):
             code = process.poll()
+            name = f"process {index} of {self.place.num_processes}"
             if code:
                 self._exit_code = exit_code_of(code)
-                name = f"process {index} of {self.place.num_processes}"
                 return f"{name} failed ({ending_of(code)}); see its output above."
+            if code == 0 and not has_joined():
+                return f"{name} ended in order, but before it met the others: it never came to the Trainer's call."
         return None
 
     def _running(self) -> str:
@@ -145,8 +172,9 @@ class Peers:
         try:
             self.close()
         except LaunchError as error:
-            print(error, file=sys.stderr)
-            _leave(self._exit_code)  # Python ignores what is raised here
+            if self._own_code is not None:
+                end_at_once(f"process 0 ended first (exit code {self._own_code}).", self._own_code)
+            end_at_once(str(error), self._exit_code)  # Python ignores what is raised here
 
 
 def start_peers(num_processes: int) -> Peers:
@@ -222,11 +250,3 @@ def _end_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.wait()
-
-
-def _leave(exit_code: int) -> None:
-    """End this process at once, with an exit code; what was printed and logged is written out."""
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(exit_code)

@@ -8,6 +8,8 @@ from typing import Any
 from .errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 29500
+"""Where the processes of several machines meet when no port is given."""
 
 
 def check_port(port: int) -> None:

@@ -112,7 +112,10 @@ def _kill_group(child: int) -> None:
 
 
 def dies_with_parent() -> Callable[[], None] | None:
-    """What a new process has to call first, so that the system ends it when this one dies; None where none does."""
+    """What a new process has to call first, so that the system ends it when this one dies; None where none does.
+
+    Linux takes the thread that starts the process for this one: it has to stay.
+    """
     if not sys.platform.startswith("linux"):
         return None
     set_option = ctypes.CDLL(None).prctl  # found here: after the fork it may not be looked for

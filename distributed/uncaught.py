@@ -1,11 +1,13 @@
-"""`EndHooks`: noticing that this process's script ends, by an exception that nobody catches or otherwise."""
+"""How this process ends: noticing that its script does, by an exception that nobody catches or otherwise; ending it."""
 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 
 
@@ -44,3 +46,21 @@ class EndHooks:
     def _end(self) -> None:
         if os.getpid() == self._process:
             self._on_end()
+
+
+def end_at_once(text: str, exit_code: int) -> None:
+    """End this process, whatever it waits for, from any thread; says a text on stderr before.
+
+    What was printed and logged is written out, where there is still somebody to read it: a closed pipe must not keep a
+    process alive that is to end.
+    """
+    writes: Sequence[Callable[[], object]] = (
+        lambda: print(text, file=sys.stderr),
+        logging.shutdown,
+        lambda: sys.stdout.flush(),
+        lambda: sys.stderr.flush(),
+    )
+    for write in writes:
+        with suppress(Exception):
+            write()
+    os._exit(exit_code)

@@ -161,7 +161,7 @@ def start_watch(process_index: int, num_processes: int, timeout: timedelta | Non
     store = dist.distributed_c10d._get_default_store()
     board, close = Board(store, process_index), partial(_Current.connections.close, port_of(store))
     _Current.watch = Watch(board, process_index, num_processes, close_connections=close, timeout=timeout)
-    _Current.hooks = EndHooks(_Current.watch.announce, _end)
+    _Current.hooks = EndHooks(announce_failure, _end)
     _Current.group = weakref.ref(group)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from .errors import CollectiveTimeoutError, DistributedError, PeerFailedError
 from .failures import Answer, Failure
 from .positions import HERE
 from .reports import failure_report, last_report, loss_report, timeout_report, waited_seconds
+from .uncaught import end_at_once
 
 # All in seconds.
 POLL = 0.5
@@ -136,8 +135,7 @@ class Watch:
         if min(known, inside) >= WAKING:
             self.close_connections()
         if min(known, inside) >= STUCK or (known >= UNAWARE and not self.is_failing):
-            print(last_report(self.index, failure, known, Answer.now(self.index)), file=sys.stderr, flush=True)
-            os._exit(1)
+            end_at_once(last_report(self.index, failure, known, Answer.now(self.index)), 1)
 
     # What the main thread asks for
 

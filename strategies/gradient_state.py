@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..distributed.errors import check_integer
+from ..distributed.errors import check_boolean, check_integer
 
 if TYPE_CHECKING:
     from ..data.loader import PreparedLoader
@@ -28,6 +28,8 @@ class GradientAccumulationPlugin:
 
     def __post_init__(self) -> None:
         check_num_steps(self.num_steps, "GradientAccumulationPlugin.num_steps")
+        for name in ("adjust_scheduler", "sync_with_dataloader", "sync_each_batch", "exact_last_window"):
+            check_boolean(f"GradientAccumulationPlugin.{name}", getattr(self, name))
 
 
 def check_num_steps(value: int, option: str) -> int:

@@ -142,6 +142,10 @@ class Handlers:
 
     def __init__(self, handlers: Iterable[KwargsHandler] | None = None) -> None:
         self._by_class: dict[type[KwargsHandler], KwargsHandler] = {}
+        if isinstance(handlers, KwargsHandler) or not isinstance(handlers, Iterable | None):
+            raise ConfigError(
+                f"kwargs_handlers={handlers!r:.80}. Expected a list of handlers, such as [AutocastKwargs()]."
+            )
         for handler in handlers or ():
             self._add(handler)
 
@@ -151,7 +155,7 @@ class Handlers:
         return found if isinstance(found, cls) else cls()
 
     def _add(self, handler: object) -> None:
-        known = [cls.__name__ for cls in KwargsHandler.__subclasses__()]
+        known = {cls.__name__ for cls in KwargsHandler.__subclasses__()}
         if not isinstance(handler, KwargsHandler):
             name = handler.__name__ if isinstance(handler, type) else type(handler).__name__
             raise ConfigError(

@@ -17,6 +17,8 @@ from .strategy import Strategy
 class SingleDeviceStrategy(Strategy):
     """Trains in one process on its device: `strategy="single"`, and what `"auto"` means without a launcher."""
 
+    takes_several = False
+
     def setup(
         self, model: nn.Module, optimizers: Sequence[Optimizer], method: str | None = "forward"
     ) -> tuple[nn.Module, list[Optimizer]]:

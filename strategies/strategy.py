@@ -6,7 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ class Strategy(ABC):
     A concrete strategy is final; what varies is composed. It is made from its own options alone and receives its
     surroundings once, by `attach`, from the `Accelerator` that owns it. Neither loop asks which strategy it has.
     """
+
+    takes_several: ClassVar[bool] = True
+    """Whether it is one for several processes: a Trainer that no launcher started then takes all devices."""
 
     process: ProcessState
     """The process and its device."""

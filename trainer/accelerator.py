@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..data.configuration import DataLoaderConfiguration
 from ..data.loader import PreparedLoader
-from ..distributed.errors import ConfigError
+from ..distributed.errors import ConfigError, check_boolean
 from ..distributed.memory import release_memory
 from ..distributed.process import ProcessState
 from ..strategies.gradient_state import GradientAccumulationPlugin, GradientState
@@ -93,6 +93,10 @@ class Accelerator(DataMethods, TrackingMethods, StateMethods):
         **others: Any,
     ) -> None:
         refuse_others(others, Accelerator)
+        check_boolean("device_placement", device_placement)
+        check_boolean("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
+        check_boolean("scale_scheduler_by_processes", scale_scheduler_by_processes)
+        check_boolean("cpu", bool(cpu) if cpu is None else cpu)
         plugin = read_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         self.handlers = Handlers(kwargs_handlers)
         self.state = read_process(cpu, self.handlers) if process is None else process
@@ -195,7 +199,11 @@ class Accelerator(DataMethods, TrackingMethods, StateMethods):
 
         Args:
             models: the prepared models that are called in it; they don't reduce gradients while these accumulate.
+        Raises:
+            ConfigError: one is no module.
         """
+        for model in models:
+            _check_module("accumulate", model)
         self.gradient_state.advance()
         if self.sync_gradients or self.gradient_state.plugin.sync_each_batch:
             yield
@@ -207,10 +215,12 @@ class Accelerator(DataMethods, TrackingMethods, StateMethods):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """A context in which backward does not reduce the model's gradients over processes."""
+        _check_module("no_sync", model)
         return self.strategy.no_sync(model)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
         """A context whose next backward reduces the model's gradients, although its forward was under `no_sync`."""
+        _check_module("trigger_sync_in_backward", model)
         return self.strategy.trigger_sync(model)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -231,7 +241,11 @@ class Accelerator(DataMethods, TrackingMethods, StateMethods):
 
         Args:
             autocast_handler: other settings than those of `kwargs_handlers`.
+        Raises:
+            ConfigError: it is no `AutocastKwargs`.
         """
+        if autocast_handler is not None and not isinstance(autocast_handler, AutocastKwargs):
+            raise ConfigError(f"autocast got {autocast_handler!r:.80}. Expected AutocastKwargs(...), or None.")
         return self._contexts() if autocast_handler is None else self.precision.contexts(autocast_handler)()
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
@@ -256,16 +270,19 @@ class Accelerator(DataMethods, TrackingMethods, StateMethods):
             norm_type: the p of the norm, also `inf`.
         Returns:
             The norm before, a scalar on the device; 0 without gradients.
+        Raises:
+            ConfigError: these are no parameters.
         """
-        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        chosen = _tensors("clip_grad_norm_", parameters)
         unscale_for(self.strategy, chosen, self.preparation.optimizers)
         return self.strategy.clip_grad_norm(chosen, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Cut each element of the gradients to the range from `-clip_value` to `clip_value`, unscaled first in fp16."""
-        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        chosen = _tensors("clip_grad_value_", parameters)
         unscale_for(self.strategy, chosen, self.preparation.optimizers)
-        self.strategy.clip_grad_value(chosen, clip_value)
+        if any(parameter.grad is not None for parameter in chosen):
+            self.strategy.clip_grad_value(chosen, clip_value)
 
     @property
     def sync_gradients(self) -> bool:
@@ -306,8 +323,12 @@ class Accelerator(DataMethods, TrackingMethods, StateMethods):
 
         Args:
             profile_handler: other settings than those of `kwargs_handlers`.
+        Raises:
+            ConfigError: it is no `ProfileKwargs`.
         """
         settings = self.handlers.get(ProfileKwargs) if profile_handler is None else profile_handler
+        if not isinstance(settings, ProfileKwargs):
+            raise ConfigError(f"profile got {settings!r:.80}. Expected ProfileKwargs(...), or None.")
         with profiled(settings, self.process_index) as profiler:
             yield profiler
         if settings.output_trace_dir is not None:
@@ -340,3 +361,18 @@ class Accelerator(DataMethods, TrackingMethods, StateMethods):
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         # What holds an Accelerator, a model for one, goes on with the same after it was copied.
         return self
+
+
+def _check_module(operation: str, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{operation} got a {type(model).__name__}. Expected models, as prepare gave them.")
+
+
+def _tensors(operation: str, parameters: object) -> list[Tensor]:
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    if not isinstance(parameters, Iterable):
+        raise ConfigError(
+            f"{operation} got a {type(parameters).__name__}. Expected parameters, such as model.parameters()."
+        )
+    return list(parameters)

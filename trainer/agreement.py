@@ -1,12 +1,35 @@
 """What the processes of a run decide together.
 
 A run ends, an epoch ends and a step is dropped on all processes or on none. What one of them knows (a stop that was
-asked for, a signal, the end of its data, a batch without a loss) travels in one small vector per window: it is sent
-before the window's last backward, overlaps with it, and is read before the optimizer steps. What the loop decides by a
-counter (intervals, limits) is decided alike everywhere, since the counters travel along.
+asked for, a signal, the end of its data, a batch without a loss) travels in small vectors, a `Row` from each process.
+Every process reads the same rows and draws the same conclusion from them; nobody decides for the others. Intervals and
+limits need no message: the counters that they go by, and the clock, are taken out of the rows.
 
-What callbacks decide after that vector was sent takes effect at the same step as in one process: where a callback that
-may steer (`Callback.steers`) listens to such an event, one more vector is exchanged there. Without one, nothing is.
+A vector is sent only where all processes know that all of them send it. In the order of a run:
+
+| method        | when it sends                                    | why all know                                      |
+| ------------- | ------------------------------------------------ | ------------------------------------------------- |
+| meet          | when a run begins                                | all call the Trainer's methods in the same order  |
+| begin_fit     | when the task was placed                         | as above                                          |
+| settle        | before the first epoch, and after each           | an epoch follows until `stops` or an agreed limit |
+| begin_pass    | at the begin of an epoch, also without a window  | as above                                          |
+| open_window   | before a window, with "carry" and uneven data    | setting and kind of loader are equal everywhere   |
+| send          | before the last backward of a window that closes | windows close together (open_window); who has no  |
+|               |                                                  | loss or leaves the window sends all the same      |
+| receive       | reads that before the optimizer steps            | as above                                          |
+| vote          | before a step, where a callback steers there     | begin_fit told where; whether there is a step is  |
+|               |                                                  | known by `receive` and the reduced gradients      |
+| close_window  | after a window, where a callback steers there,   | begin_fit told where; open_window told which      |
+|               | and after each one that is left open             | windows stay open                                 |
+| following     | after a record or a validation that was due,     | begin_fit told where; agreed counters tell what   |
+|               | where a callback steers there; after the batches | is due                                            |
+|               | and at the end of each evaluation                |                                                   |
+
+So a step costs one vector, which overlaps with the backward. What callbacks decide after it was sent takes effect at
+the same step as in one process: where one that may steer (`Callback.steers`) listens to such an event, `vote`,
+`close_window` or `following` sends one more. Two messages may follow a vector, where its rows ask for them: why the run
+ends, once, and the sum of counts that are on devices. In manual optimization there is no backward to wait for: `send`
+and `receive` are left out, and `close_window` sends after each window.
 """
 
 from __future__ import annotations
@@ -15,30 +38,50 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..callbacks.bus import overridden
-from ..callbacks.callback import ControlFlow, EndEpoch, NonFiniteSkip, SkipBatch, StopRun
+from ..callbacks.callback import ControlFlow, EndEpoch, NonFiniteSkip, NonFiniteStop, SkipBatch, StopRun
 from ..data.sizes import AmbiguousBatchSizeError
 from ..data.window import Window
 from ..distributed import watch
 from ..distributed.errors import ConfigError, DataError, DistributedError, TaskError
 from ..distributed.exchange import PendingVector, exchange, start_vector
 from ..distributed.numbers import wide_float
-from .metrics import STEP
+from .loss import WindowLoss
+from .metric_exchange import MetricExchange
 
 if TYPE_CHECKING:
     from .run import Run, Training
 
-Rows: TypeAlias = "list[tuple[float, ...]]"
+
+class Row(NamedTuple):
+    """One process's part of a vector: numbers, as they travel."""
+
+    flags: float
+    """What it says, by `Flag`."""
+    seconds: float
+    """The run's time by its own clock; that of process 0 holds."""
+    size: float
+    """The losses of its open window; at the begin of a pass the samples of its first batch."""
+    loss_count: float
+    """The sum of its losses' counts, where they are on the CPU."""
+    samples: float
+    """Those that it has seen since its last vector."""
+    tokens: float
+    """The same of tokens."""
+    batch: float
+    """Its counter of micro-batches in the epoch; the largest one holds."""
+    micro_step: float
+    """That of the run."""
 
 
 class Flag:
-    """What one process says at a step boundary. Each holds for all as soon as any process says it.
+    """What one process says in a vector. Each holds for all as soon as any process says it.
 
     Plain integers: those of `enum` take their time, and there are a dozen operations on them in each step.
     """
@@ -74,7 +117,7 @@ AFTER_STEP = ("on_step", "on_batch_end")
 WHEN_DUE = (
     "on_log", "on_validation_start", "on_validation_batch_start", "on_validation_batch_end", "on_validation_end",
 )  # fmt: skip
-"""Events after a window's vector was sent, by the vector that is exchanged for them."""
+"""Events after a window's vector was sent, by who sends one more for them: `vote`, `close_window`, `following`."""
 
 
 class Agreement:
@@ -82,32 +125,41 @@ class Agreement:
 
     Args:
         run: of this process.
-        num_processes: how many processes there are.
+        metrics: takes what is logged in training over all processes.
     """
 
-    def __init__(self, run: Run, num_processes: int) -> None:
+    def __init__(self, run: Run, metrics: MetricExchange) -> None:
         self._run = run
-        self.num_processes = num_processes
+        self._metrics = metrics
+        self._num_processes = run.trainer.process.num_processes
         self.stops = False
         """Whether all have agreed to end the run."""
         self.ends_pass = False
         """Whether all have agreed to end the running pass."""
         self.was_left = False
-        """Whether the newest window was left by control flow before its gradients were reduced."""
+        """Whether all left the newest window, since control flow left it on one before its gradients were reduced."""
         self.had_loss = False
         """Whether any process has had a loss in this run."""
         self.seed = 0
         """Process 0's seed, from which each process has its own random numbers in training."""
-        self.nonfinite_elsewhere = False
+        self.nonfinite_elsewhere = self._is_nonfinite = False
         """Whether another process dropped the newest step for a value that is not finite."""
+        self._is_manual = False
         self._votes = {BEFORE_STEP: True, AFTER_STEP: True, WHEN_DUE: True}
+        """By events: whether a callback of any process may steer out of one of them."""
         self._flags = NOTHING
+        """What this process will say in its next vector."""
         self._pending: PendingVector | None = None
+        """The open window's vector, between `send` and `receive`."""
         self._window = Window([], 1, True, False)
         self._is_decided = True
-        self._ends_epoch = self._is_manual = False
+        """Whether the window's vector was read."""
+        self._ends_epoch = False
+        """Whether any process asked in the window for the end of the epoch."""
         self._agreed_flow: ControlFlow | None = None
+        """The exception that is on its way out of this object on all processes."""
         self._veto: ControlFlow | None = None
+        """Control flow that came too late for the window's vector."""
         self._warned_of_end = False
         self._samples = self._tokens = 0
         self._losses_before = 0  # of the open window, in the epoch before
@@ -134,7 +186,11 @@ class Agreement:
         return found
 
     def begin_fit(self, *, is_manual: bool) -> None:
-        """Agree on where callbacks may steer from, and on how long an epoch is. Collective."""
+        """Agree on after which events callbacks may steer, and on how long an epoch is. Collective.
+
+        Args:
+            is_manual: the task steps its optimizers itself.
+        """
         self._is_manual = is_manual
         own = [self._steers_from(events) for events in self._votes]
         own[1] = own[1] or is_manual  # `training_step` itself steps, clips and stops there
@@ -142,8 +198,8 @@ class Agreement:
         self._votes = {events: any(each[i] for each, _ in found) for i, events in enumerate(self._votes)}
         lengths = [length for _, length in found]
         self._run.state.batches_per_epoch = None if None in lengths else min(lengths)  # it ends with the first process
-        if not is_manual and self._run.training_log.exchange is not None:
-            self._run.training_log.exchange.seen.update({"": 0, STEP: 0})
+        if not is_manual:
+            self._metrics.begin_counting_losses()
 
     def begin_pass(self, training: Training, window: Window | None) -> Window | None:
         """The first window of a pass, None where the run is to stop before it. Collective.
@@ -153,16 +209,16 @@ class Agreement:
         """
         self.ends_pass = False
         size = 0 if window is None else _size(training, window.batches[0])
-        rows = self._exchange("begin an epoch", Flag.ENDED if window is None else NOTHING, losses=size)
-        empty = [index for index, row in enumerate(rows) if int(row[0]) & Flag.ENDED]
-        if empty and len(empty) < self.num_processes and not self.stops:
+        rows = self._exchange("begin an epoch", Flag.ENDED if window is None else NOTHING, size=size)
+        empty = _saying(Flag.ENDED, rows)
+        if empty and len(empty) < self._num_processes and not self.stops:
             raise DataError(
-                f"processes {empty} of {self.num_processes} got no batch in epoch {self._run.state.epoch}, and the "
+                f"processes {empty} of {self._num_processes} got no batch in epoch {self._run.state.epoch}, and the "
                 "others did: the loader gives fewer batches than there are processes. Use fewer processes, or smaller "
                 "batches."
             )
         if training.loss.reference is None:
-            training.loss.refer_to(max(row[2] for row in rows))
+            training.loss.refer_to(max(row.size for row in rows))
         return None if self.stops else window
 
     # In a window.
@@ -179,28 +235,32 @@ class Agreement:
                 assert training.reader is not None
                 window, training.reader.carried = replace(window, closes=True), 0
         self._window = window
-        self._is_decided = self.was_left = self.nonfinite_elsewhere = self._ends_epoch = False
+        self._is_decided = self.was_left = self._ends_epoch = False
+        self.nonfinite_elsewhere = self._is_nonfinite = False
         self._agreed_flow = self._veto = None
         self._losses_before = training.loss.num_losses
-        if not training.carried and not self._is_manual:
-            self._run.training_log.expect(STEP, None)
+        if not training.carried:
+            self._metrics.begin_window()
         return window
 
-    def hold(self, samples: object, tokens: int) -> None:
+    def count(self, samples: object, tokens: int) -> None:
         """Count what this process sees of a window; the counters get the sum over all at its end. Local."""
         watch.stand("training_step", self._run.state.step)
         self._samples += samples if type(samples) is int else 0
         self._tokens += tokens
 
     @property
-    def is_due(self) -> bool:
+    def is_last_backward(self) -> bool:
         """Whether the next backward is the last of its window, in automatic optimization."""
         return not self._is_manual and self._run.strategy.gradient_state.sync_gradients
 
     def send(self, flags: int = NOTHING) -> None:
-        """Send this process's part of a window's vector, before its last backward. `receive` reads it. Local."""
-        assert self._run.training is not None
-        loss, count = self._run.training.loss, 0.0
+        """Send this process's row of a window, before its last backward, and don't wait. Collective with `receive`.
+
+        Args:
+            flags: what it says beside what the window tells.
+        """
+        loss, count = self._loss, 0.0
         if loss.count is not None:
             on_device = isinstance(loss.count, Tensor) and loss.count.device.type != "cpu"
             flags |= Flag.COUNTS | (Flag.DEVICE_COUNT if on_device else NOTHING)
@@ -209,7 +269,7 @@ class Agreement:
             flags |= Flag.MEANS
         if self._window.is_last:
             flags |= Flag.ENDED
-        self._pending = self._start("agree on a step", flags, losses=loss.num_losses, count=count)
+        self._pending = self._start("agree on a step", flags, size=loss.num_losses, count=count)
 
     @property
     def is_sent(self) -> bool:
@@ -217,7 +277,7 @@ class Agreement:
         return self._pending is not None
 
     def receive(self, training: Training) -> int:
-        """Read a window's vector. Collective.
+        """Read the vector that `send` has sent, before the step. Collective.
 
         Returns:
             The losses of the window on all processes; at 0 there is nothing to step on.
@@ -229,21 +289,20 @@ class Agreement:
         pending, self._pending, self._is_decided = self._pending, None, True
         rows = self._finish(pending)
         flags = _any(rows)
-        if self._run.training_log.exchange is not None:
-            num_losses = training.loss.num_losses
-            self._run.training_log.exchange.count_losses(num_losses, num_losses - self._losses_before)
+        num_losses = training.loss.num_losses
+        self._metrics.count_losses(num_losses, num_losses - self._losses_before)
         if flags & Flag.DROP:
             self.was_left = True
             self._raise_agreed(StopRun(self._run.stop_reason or "") if self.stops else EndEpoch())
         self._ends_epoch = bool(flags & Flag.END_EPOCH)
         if flags & Flag.COUNTS and flags & Flag.MEANS:
             raise _mixed(rows)
-        losses = int(sum(row[2] for row in rows))
+        losses = int(sum(row.size for row in rows))
         self.had_loss = self.had_loss or losses > 0
-        count: Any = sum(row[3] for row in rows) if flags & Flag.COUNTS else None
+        count: Any = sum(row.loss_count for row in rows) if flags & Flag.COUNTS else None
         if flags & Flag.DEVICE_COUNT:
             count = self._add_up_on_device(training.loss.count)
-        training.loss.share(losses, count, self.num_processes)
+        training.loss.share(losses, count, self._num_processes)
         return losses
 
     def veto(self, flow: ControlFlow) -> None:
@@ -268,7 +327,6 @@ class Agreement:
         self._request(flow)
         rows = self._exchange("agree on a veto")
         flags = _any(rows)
-        self.nonfinite_elsewhere = bool(flags & Flag.NONFINITE) and not isinstance(flow, NonFiniteSkip)
         if flags & Flag.STOP_NOW:
             self._raise_agreed(StopRun(self._run.stop_reason or ""))
         if flags & Flag.END_EPOCH:
@@ -304,9 +362,9 @@ class Agreement:
         window, flow, self._veto = self._window, self._veto, None
         self._request(flow)  # out of a step that overflowed, on which there was no vote
         if self._votes[AFTER_STEP] or not window.closes:
-            losses = 0 if self._run.training is None else self._run.training.loss.num_losses
-            rows = self._exchange("agree at a step's end", Flag.ENDED if window.is_last else NOTHING, losses)
-            self.had_loss = self.had_loss or any(row[2] for row in rows)
+            ended = Flag.ENDED if window.is_last else NOTHING
+            rows = self._exchange("agree at a step's end", ended, size=self._loss.num_losses)
+            self.had_loss = self.had_loss or any(row.size for row in rows)
             flags = _any(rows)
             if flags & Flag.STOP_NOW:
                 raise StopRun(self._run.stop_reason or "")
@@ -334,15 +392,21 @@ class Agreement:
             self._raise_agreed(StopRun(self._run.stop_reason or ""))
 
     def settle(self) -> None:
-        """Agree on whether the run ends. Collective."""
+        """Agree on whether the run ends: `stops` tells. Collective, before the first epoch and after each."""
         self._exchange("agree at a boundary")
 
     # Inside.
 
-    def _exchange(self, what: str, flags: int = NOTHING, losses: float = 0.0) -> Rows:
-        return self._finish(self._start(what, flags, losses=losses))
+    @property
+    def _loss(self) -> WindowLoss:
+        assert self._run.training is not None
+        return self._run.training.loss
 
-    def _start(self, what: str, flags: int, *, losses: float = 0.0, count: float = 0.0) -> PendingVector:
+    def _exchange(self, what: str, flags: int = NOTHING, *, size: float = 0.0) -> list[Row]:
+        return self._finish(self._start(what, flags, size=size))
+
+    def _start(self, what: str, flags: int, *, size: float = 0.0, count: float = 0.0) -> PendingVector:
+        """Send this process's row, with what is known by now beside the flags."""
         run, state = self._run, self._run.state
         flags, self._flags = flags | self._flags, NOTHING
         if run.stop_reason is not None and not self.stops:
@@ -350,14 +414,14 @@ class Agreement:
         if run.signal is not None:
             flags |= Flag.SIGNAL
         samples, tokens, self._samples, self._tokens = self._samples, self._tokens, 0, 0
-        return start_vector(
-            (int(flags), state.own_seconds, losses, count, samples, tokens, state.batch, state.micro_step), what
-        )
+        row = Row(flags, state.own_seconds, size, count, samples, tokens, state.batch, state.micro_step)
+        return start_vector(row, what)
 
-    def _finish(self, pending: PendingVector) -> Rows:
-        rows = pending.read()
+    def _finish(self, pending: PendingVector) -> list[Row]:
+        """Every process's row, process 0 first, and what all of them conclude from any vector."""
+        rows = list(map(Row._make, pending.read()))
         run, state, flags = self._run, self._run.state, _any(rows)
-        state.agreed_seconds = rows[0][1]  # one clock for all
+        state.agreed_seconds = rows[0].seconds  # one clock for all
         _, _, _, _, samples, tokens, batches, micro_steps = zip(*rows, strict=True)
         state.samples += int(sum(samples))
         state.tokens += int(sum(tokens))
@@ -371,6 +435,8 @@ class Agreement:
         if flags & (Flag.STOP | Flag.STOP_NOW | Flag.SIGNAL) and not self.stops:
             self.stops = True
             self._agree_on_reason()
+        if flags & Flag.NONFINITE and not self._is_nonfinite:
+            self.nonfinite_elsewhere = True
         return rows
 
     def _agree_on_reason(self) -> None:
@@ -380,13 +446,16 @@ class Agreement:
             self._run.stop_reason = reason if reasons[0] == reason else f"process {index}: {reason}"
 
     def _request(self, flow: ControlFlow | None) -> None:
+        if isinstance(flow, (NonFiniteSkip, NonFiniteStop)):
+            self._flags |= Flag.NONFINITE
+            self._is_nonfinite = True
         if isinstance(flow, SkipBatch):
-            self._flags |= Flag.SKIP | (Flag.NONFINITE if isinstance(flow, NonFiniteSkip) else NOTHING)
+            self._flags |= Flag.SKIP
         elif isinstance(flow, EndEpoch):
             self._flags |= Flag.END_EPOCH
         elif isinstance(flow, StopRun):
             self._flags |= Flag.STOP_NOW
-            self._run.stop(str(flow) or "StopRun was raised")
+            self._run.heed(flow)
 
     def _raise_agreed(self, flow: EndEpoch | StopRun) -> None:
         self._agreed_flow = flow
@@ -406,9 +475,9 @@ class Agreement:
         ]
         return bool(listening) or any(f.event.__name__ in events for f in run.trainer.functions)
 
-    def _warn_of_end(self, rows: Rows) -> None:
-        ended = [index for index, row in enumerate(rows) if int(row[0]) & Flag.ENDED]
-        if len(ended) < self.num_processes and not self._warned_of_end and rows[0][7] > 0:
+    def _warn_of_end(self, rows: list[Row]) -> None:
+        ended = _saying(Flag.ENDED, rows)
+        if len(ended) < self._num_processes and not self._warned_of_end and rows[0].micro_step > 0:
             self._warned_of_end = True
             warnings.warn(
                 f"the data of processes {ended} ended in epoch {self._run.state.epoch} while others had more, which is "
@@ -417,11 +486,16 @@ class Agreement:
             )
 
 
-def _any(rows: Rows) -> int:
+def _any(rows: list[Row]) -> int:
     flags = NOTHING
     for row in rows:
-        flags |= int(row[0])
+        flags |= int(row.flags)
     return flags
+
+
+def _saying(flag: int, rows: list[Row]) -> list[int]:
+    """The processes that say it."""
+    return [index for index, row in enumerate(rows) if int(row.flags) & flag]
 
 
 def _size(training: Training, batch: Any) -> int:
@@ -432,10 +506,9 @@ def _size(training: Training, batch: Any) -> int:
         return 1
 
 
-def _mixed(rows: Rows) -> TaskError:
-    kinds = {Flag.COUNTS: "(loss_sum, count)", Flag.MEANS: "a mean loss"}
-    shown = [f"process {i}: {kind}" for i, row in enumerate(rows) for flag, kind in kinds.items() if int(row[0]) & flag]
+def _mixed(rows: list[Row]) -> TaskError:
     return TaskError(
-        f"training_step returned different kinds of losses in one window ({', '.join(shown)}), which can't be weighted "
+        f"training_step returned different kinds of losses in one window ((loss_sum, count) on processes "
+        f"{_saying(Flag.COUNTS, rows)}, a mean loss on processes {_saying(Flag.MEANS, rows)}), which can't be weighted "
         "against each other. Return the same kind for every batch."
     )

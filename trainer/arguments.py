@@ -24,15 +24,12 @@ from ..strategies.handlers import (
     InitProcessGroupKwargs,
 )
 from ..strategies.precision import PRECISIONS, MixedPrecision, Precision, create_precision
-from ..strategies.registry import AUTO, StrategyLike, create_strategy
+from ..strategies.registry import AUTO, DDP, StrategyLike, create_strategy
 from ..strategies.strategy import Strategy
 from .project import ProjectConfiguration
 
 RNG_TYPES = ("torch", "cuda", "mlu", "sdaa", "musa", "npu", "xla", "xpu", "hpu", "neuron", "generator")
 """Random states that processes can be brought to agree on, by Accelerate's words."""
-
-DDP, SINGLE = "ddp", "single"
-"""The words of what `strategy="auto"` means, with several processes and with one."""
 
 # Arguments that Accelerate has, and what to do here in place of them.
 _ABSENT = {
@@ -108,22 +105,20 @@ def read_process(cpu: bool | None, handlers: Handlers) -> ProcessState:
 
 
 def read_strategy(spec: StrategyLike, num_processes: int, handlers: Handlers) -> Strategy:
-    """How steps are carried out. A word for DDP takes its options from the handler for it.
+    """How steps are carried out. A word that means DDP takes its options from the handler for it.
 
     Raises:
         ConfigError: it is unknown, or options are given here and there.
     """
     handler = handlers.get(DistributedDataParallelKwargs)
-    if spec == AUTO:
-        spec = DDP if num_processes > 1 else SINGLE
-    if spec == DDP:
+    if spec == DDP or (spec == AUTO and num_processes > 1):
         return DDPStrategy.from_handler(handler)
     if not isinstance(spec, str) and handler != DistributedDataParallelKwargs():
         raise ConfigError(
             f"kwargs_handlers holds {handler}, and strategy={spec!r} has options of its own. Give them in one place: "
             "with the handler use strategy='ddp' or 'auto'."
         )
-    return create_strategy(spec)
+    return create_strategy(spec, num_processes)
 
 
 def read_accumulation(num_steps: int | None, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
@@ -133,6 +128,10 @@ def read_accumulation(num_steps: int | None, plugin: GradientAccumulationPlugin 
         ConfigError: number and plugin contradict each other, or the number is none.
     """
     if plugin is not None:
+        if not isinstance(plugin, GradientAccumulationPlugin):
+            raise ConfigError(
+                f"gradient_accumulation_plugin={plugin!r:.80}. Expected GradientAccumulationPlugin(...), or None."
+            )
         if num_steps not in (None, 1):
             raise ConfigError(
                 f"gradient_accumulation_steps={num_steps} and gradient_accumulation_plugin={plugin} were both given. "
@@ -168,7 +167,13 @@ def read_precision(name: str | Precision | None, device: torch.device, handlers:
 def read_project(
     project_dir: str | os.PathLike[str] | None, configuration: ProjectConfiguration | None
 ) -> ProjectConfiguration:
-    """Where files go: as configured, with the folder that was given where the configuration has none."""
+    """Where files go: as configured, with the folder that was given where the configuration has none.
+
+    Raises:
+        ConfigError: the configuration is something else.
+    """
+    if not isinstance(configuration, ProjectConfiguration | None):
+        raise ConfigError(f"project_config={configuration!r:.80}. Expected ProjectConfiguration(...), or None.")
     if configuration is None:
         return ProjectConfiguration(project_dir=project_dir)
     if project_dir is not None and configuration.project_dir is None:
@@ -182,6 +187,8 @@ def read_rng_types(rng_types: Iterable[Any] | None) -> list[str]:
     Raises:
         ConfigError: one is unknown.
     """
+    if isinstance(rng_types, str) or not isinstance(rng_types, Iterable | None):
+        raise ConfigError(f"rng_types={rng_types!r:.80}. Expected a list of words, such as ['generator', 'torch'].")
     words = ["generator"] if rng_types is None else [str(getattr(item, "value", item)) for item in rng_types]
     for word in words:
         if word not in RNG_TYPES:

@@ -22,6 +22,7 @@ from ..distributed import watch
 from ..distributed.nested import send_to_device
 from ..distributed.numbers import to_numbers
 from ..distributed.operations import gather_object
+from .metric_exchange import MetricExchange
 from .metrics import MetricLog
 from .run import EvaluationData, Run, Training, refused
 from .sealed import sealed
@@ -82,7 +83,7 @@ def evaluate(run: Run, stage: Stage, data: EvaluationData) -> dict[str, float]:
         run.remember(metrics)
         shown = run.trainer.progress_metrics
         shown.update({name: value for name, value in metrics.items() if name in shown})
-    log.expect("", 1)
+    log.see("", 1)
     metrics.update(to_numbers(log.epoch_values()))  # what the end event logged
     if metrics:
         run.record(metrics)
@@ -98,10 +99,10 @@ def sanity_check(run: Run, data: EvaluationData, num_batches: int) -> None:
         for (suffix, loader), limit in zip(data.loaders.items(), data.limits, strict=True):
             step = step_of(run, VALIDATION, data, suffix)
             count = num_batches if limit is None else min(num_batches, limit)
-            log.expect(suffix, 0)
+            log.see(suffix, 0)
             for index, batch in enumerate(islice(loader, count)):
                 log.samples = samples_of(run, batch)
-                log.expect(suffix, 1)
+                log.see(suffix, 1)
                 try:
                     step(batch, index)
                 except BaseException as error:
@@ -165,7 +166,7 @@ def evaluating(run: Run, stage: Stage, data: EvaluationData, name: str | None = 
     with sealed(run.task, run.device, run.gradient_state, data.loaders.values()):
         run.state.stage = name or stage.name
         shown = {} if name == "sanity" else run.trainer.progress_metrics
-        run.log = MetricLog(stage.name, shown, run.metric_exchange())
+        run.log = MetricLog(stage.name, shown, None if run.agreement is None else MetricExchange())
         run.evaluation = data
         try:
             yield run.log
@@ -182,10 +183,10 @@ def batches_of(
         log.suffix = suffix
         step = step_of(run, stage, data, suffix)
         index = -1
-        log.expect(suffix, 0)
+        log.see(suffix, 0)
         for index, batch in enumerate(islice(loader, limit)):
             log.samples, log.window = samples_of(run, batch), index
-            log.expect(suffix, 1)
+            log.see(suffix, 1)
             if run.agreement is not None:
                 watch.stand(stage.step, run.state.step)
             yield step, batch, data.number_of(index)

@@ -54,11 +54,8 @@ def fit(run: Run, training: Training) -> None:
             close_open_window(run, training)
             do_what_is_due_last(run, training)
     except StopRun as stop:
-        run.stop(str(stop) or "StopRun was raised")
-    try:
-        record_late(run, training)
-    except StopRun as stop:
-        run.stop(str(stop) or "StopRun was raised")
+        run.heed(stop)
+    record_late(run)
 
 
 def fit_epoch(run: Run, training: Training) -> None:
@@ -87,11 +84,13 @@ def fit_epoch(run: Run, training: Training) -> None:
                     cut_epoch(run, training)
                 except StopRun as stop:
                     drop_open_window(run, training)
-                    run.stop(str(stop) or "StopRun was raised")
+                    run.heed(stop)
                 close_epoch(run, training, reader)
         except StopRun as stop:  # from the epoch's own events and its record
-            run.stop(str(stop) or "StopRun was raised")
-        finish_epoch(run, training)
+            run.heed(stop)
+        record_late(run)
+        if run.agreement is not None:
+            run.agreement.settle()  # on whether another epoch follows
     finally:
         if state.epoch_ended:
             state.epoch += 1
@@ -106,23 +105,15 @@ def cut_epoch(run: Run, training: Training) -> None:
     try:
         do_what_is_due(run, training)
     except StopRun as stop:  # the epoch is closed all the same
-        run.stop(str(stop) or "StopRun was raised")
-
-
-def finish_epoch(run: Run, training: Training) -> None:
-    """What the end event logged, and the agreement of all processes on whether another epoch follows."""
-    try:
-        record_late(run, training)
-    except StopRun as stop:
-        run.stop(str(stop) or "StopRun was raised")
-    if run.agreement is not None:
-        run.agreement.settle()
+        run.heed(stop)
 
 
 def first_window(run: Run, training: Training, windows: Iterator[Window]) -> Window | None:
-    """The first window of a pass, None where it has none."""
+    """The first window of a pass, None where it has none or the run is to stop before it."""
     window = next(windows, None)
-    return window if run.agreement is None else run.agreement.begin_pass(training, window)
+    if run.agreement is not None:
+        return run.agreement.begin_pass(training, window)
+    return None if run.is_stopping else window
 
 
 def fit_window(run: Run, training: Training, window: Window) -> None:
@@ -166,7 +157,7 @@ def fit_batch(run: Run, training: Training, batch: Any) -> None:
     except AmbiguousBatchSizeError as error:  # raised where the number is needed
         samples = log.samples = not_counted(run, error)
     if run.agreement is not None:
-        run.agreement.hold(samples, 0 if training.count_tokens is None else training.count_tokens(batch))
+        run.agreement.count(samples, 0 if training.count_tokens is None else training.count_tokens(batch))
     try:
         try:
             if emit := events[Callback.on_batch_start]:
@@ -217,7 +208,7 @@ def backward(run: Run, loss: Tensor, **kwargs: Any) -> None:
     if emit := run.events[Callback.on_before_backward]:
         emit(loss)
     agreement = run.agreement
-    if agreement is not None and agreement.is_due:
+    if agreement is not None and agreement.is_last_backward:
         agreement.send()
     run.strategy.backward(loss, **kwargs)
     if emit := run.events[Callback.on_backward]:
@@ -383,10 +374,13 @@ def check_first_epoch(run: Run, training: Training) -> None:
         )
 
 
-def record_late(run: Run, training: Training) -> None:
-    """Record what an end event logged, whose own record is out already."""
-    if values := run.training_log.late_values():
-        run.record(values)
+def record_late(run: Run) -> None:
+    """Record what an end event logged, whose own record is out already. `StopRun` out of `on_log` is heeded."""
+    try:
+        if values := run.training_log.late_values():
+            run.record(values)
+    except StopRun as stop:
+        run.heed(stop)
 
 
 def step_scheduler(run: Run, rate: SchedulerConfig, count: int) -> None:

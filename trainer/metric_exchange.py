@@ -15,21 +15,47 @@ from .metrics import STEP, Sum, extreme
 
 
 class MetricExchange:
-    """Takes sums over all processes."""
+    """Takes sums over all processes, and knows which of them have to log what others log."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
         """Batches that this process has seen, by the suffix that metrics of their loader have: one that has seen none
         need not log what the others log. In training: those of the epoch that gave a loss, and by `STEP` those of the
         newest window, where they are counted.
         """
 
+    def see(self, suffix: str, num_batches: int) -> None:
+        """Note so many more batches of a suffix's loader; 0 for a loader that begins. Local."""
+        self._seen[suffix] = self._seen.get(suffix, 0) + num_batches
+
+    def expect_all(self) -> None:
+        """What is logged next belongs to no batch: every process has to log it. Local."""
+        self._seen.update(dict.fromkeys(self._seen, 1))
+
+    def begin_counting_losses(self) -> None:
+        """From now on only a process whose batches gave a loss has to log. Local, on all processes."""
+        self._seen.update({"": 0, STEP: 0})
+
+    def begin_epoch(self) -> None:
+        """An epoch of training begins. Local."""
+        if self._counts_losses:
+            self._seen[""] = 0
+
+    def begin_window(self) -> None:
+        """A window of training begins. Local."""
+        if self._counts_losses:
+            self._seen[STEP] = 0
+
     def count_losses(self, in_window: int, in_epoch: int) -> None:
         """Note the losses on this process of the window of training that ends, and those of them that its epoch gave.
         Local.
         """
-        self.seen[STEP] = in_window
-        self.seen[""] = self.seen.get("", 0) + in_epoch
+        self._seen[STEP] = in_window
+        self.see("", in_epoch)
+
+    @property
+    def _counts_losses(self) -> bool:
+        return STEP in self._seen
 
     def __call__(self, sums: Mapping[str, Sum], sources: Mapping[str, Any]) -> dict[str, Any]:
         """The values of all names over all processes, as plain numbers. Collective.
@@ -54,7 +80,7 @@ class MetricExchange:
                     shared[key] = [each.reduce, total, weight]
                 else:
                     own[key] = Sum(each.reduce, total, weight, False).value()
-        told = {"sums": shared, "own": own, "sources": sorted(sources), "seen": self.seen}
+        told = {"sums": shared, "own": own, "sources": sorted(sources), "seen": self._seen}
         rows = exchange(told, "exchange logged values")
         self._check(rows)
         values = {name: _merge(name, rows) for name in _names(rows, "sums")}

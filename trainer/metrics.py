@@ -248,10 +248,10 @@ class MetricLog:
         if progress_bar:
             self.progress[name] = value
 
-    def expect(self, suffix: str, num_batches: int | None) -> None:
-        """Note so many more batches seen of a suffix's loader, where others want to know; None: none so far."""
+    def see(self, suffix: str, num_batches: int) -> None:
+        """Note so many more batches of a suffix's loader, which has to log what other processes log; 0: it begins."""
         if self.exchange is not None:
-            self.exchange.seen[suffix] = 0 if num_batches is None else self.exchange.seen.get(suffix, 0) + num_batches
+            self.exchange.see(suffix, num_batches)
 
     def _open(self, name: str, on_step: bool | None, on_epoch: bool | None, reduce: Reduce) -> Metric:
         if not isinstance(name, str) or not name:
@@ -328,15 +328,15 @@ class MetricLog:
         steps = self._step_sums()
         found = self._values_of(steps, *self._close(keeps_window=keeps_window))
         self.reset()
-        if self.exchange is not None and STEP in self.exchange.seen:
-            self.exchange.seen[""] = 0
+        if self.exchange is not None:
+            self.exchange.begin_epoch()
         return found
 
     def late_values(self) -> dict[str, Any]:
         """What was logged after the record that it would have belonged to; then begins anew. Collective, as above."""
         is_empty = not any(metric.entries or metric.source is not None for metric in self.metrics.values())
         if self.exchange is not None:
-            self.exchange.seen.update(dict.fromkeys(self.exchange.seen, 1))  # it belongs to no batch: all have to log
+            self.exchange.expect_all()
         elif is_empty:
             return {}
         carried = {name: metric.kept for name, metric in self.metrics.items()}

@@ -29,7 +29,6 @@ from ..strategies.strategy import Strategy
 from ..trackers.group import TrackerGroup
 from .agreement import Agreement
 from .loss import WindowLoss
-from .metric_exchange import MetricExchange
 from .metrics import MetricLog
 from .optimization import SchedulerConfig
 from .task import Task
@@ -203,10 +202,6 @@ class Run:
         if emit := self.events[event]:
             emit(*values)
 
-    def metric_exchange(self) -> MetricExchange | None:
-        """What takes logged values over all processes, None in one process."""
-        return None if self.agreement is None else MetricExchange()
-
     def release(self) -> None:
         """Let go of the data when the run is over: workers of the loaders end with them."""
         self.evaluation = None
@@ -217,6 +212,10 @@ class Run:
         """Ask for an orderly end at the next step boundary; the first reason stands."""
         if self.stop_reason is None:
             self.stop_reason = reason
+
+    def heed(self, stop: StopRun) -> None:
+        """Ask for it as somebody did by raising `StopRun`."""
+        self.stop(str(stop) or "StopRun was raised")
 
     def stop_everywhere(self, reason: str) -> None:
         """End the run at this boundary, for a reason that every process finds by itself."""
@@ -321,7 +320,7 @@ class Paired:
             self._run.emit(self._start)
         except BaseException as error:
             if self._holds_stop and isinstance(error, StopRun):
-                self._run.stop(str(error) or "StopRun was raised")
+                self._run.heed(error)
                 return
             self._end_despite(error)
             raise

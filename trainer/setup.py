@@ -74,10 +74,10 @@ def join_others(run: Run, facts: dict[str, Any]) -> list[dict[str, Any]]:
     Returns:
         The facts of all processes.
     """
-    agreement = run.agreement = Agreement(run, run.trainer.process.num_processes)
-    exchange = run.training_log.exchange = MetricExchange()
-    exchange.seen[""] = 1
-    return agreement.meet(facts | {"seed": torch.initial_seed()})
+    metrics = run.training_log.exchange = MetricExchange()
+    metrics.see("", 1)
+    run.agreement = Agreement(run, metrics)
+    return run.agreement.meet(facts | {"seed": torch.initial_seed()})
 
 
 def rebind(run: Run) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from ..distributed.outcomes import record_failure
 from .run import Run
 
 
@@ -25,8 +26,11 @@ def ending_on_sigterm(run: Run) -> Iterator[None]:
         signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     )
 
+    received: list[int] = []
+
     def handle(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        received.append(number)
         run.signal = "SIGTERM"
         run.stop("SIGTERM: the process was asked to end")
 
@@ -38,4 +42,7 @@ def ending_on_sigterm(run: Run) -> Iterator[None]:
         if is_ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if run.signal is not None:
-        raise SystemExit(128 + signal.SIGTERM)
+        end = SystemExit(128 + signal.SIGTERM)
+        if received:
+            record_failure(end, "SIGTERM asked it to end")  # the others followed
+        raise end

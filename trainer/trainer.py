@@ -336,7 +336,7 @@ class Trainer(RunReadings):
             self._run = None
         if run.error is not None and run.agreement is not None:
             if self._peers is not None:
-                self._peers.notice()
+                self._peers.notice(run.error)
             watch.leave_group_after(run.error)
 
     # Steering a run.

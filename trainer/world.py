@@ -15,7 +15,7 @@ from ..distributed.environment import read_flag
 from ..distributed.errors import ConfigError, check_integer
 from ..distributed.launched import Place
 from ..distributed.slots import control_device
-from ..strategies.registry import StrategyLike
+from ..strategies.registry import AUTO, SINGLE, StrategyLike
 from ..strategies.strategy import Strategy
 
 
@@ -87,9 +87,10 @@ def _read_devices(devices: int | str) -> int | None:
 
 def _check_launched(place: Place, wanted: int | None, num_nodes: int) -> None:
     if wanted is not None and wanted != place.local_num_processes:
+        by = "the first Trainer" if place.launcher == "none" else place.launcher
         raise ConfigError(
-            f"devices={wanted}, but {place.launcher} started {place.local_num_processes} processes on this machine. "
-            f"Leave devices out, or start {wanted}."
+            f"devices={wanted}, but {by} started {place.local_num_processes} processes on this machine. Leave devices "
+            f"out, or start {wanted}."
         )
     if num_nodes not in (1, place.num_nodes):
         raise ConfigError(
@@ -99,10 +100,10 @@ def _check_launched(place: Place, wanted: int | None, num_nodes: int) -> None:
 
 
 def _takes_several(strategy: StrategyLike) -> bool:
-    name = strategy.get("name") if isinstance(strategy, Mapping) else strategy
-    if isinstance(name, Strategy):
-        return type(name).__name__ != "SingleDeviceStrategy"
-    return name not in ("auto", "single")
+    if isinstance(strategy, Strategy):
+        return strategy.takes_several
+    word = strategy.get("name") if isinstance(strategy, Mapping) else strategy
+    return word not in (AUTO, SINGLE)
 
 
 def _accelerators() -> int:

@@ -75,7 +75,7 @@ def run_processes(command_name: str, options: Mapping[str, Any], command: Sequen
     from ..distributed.launching import run_command
 
     settings = settings_of(options)
-    sys.stdout.flush()
+    print(end="", flush=True)  # before what the processes print
     outcome = run_command(settings, command)
     if outcome.text and not options.get("quiet"):
         print(f"loopwright {command_name}: {outcome.text}", file=sys.stderr)
@@ -254,7 +254,7 @@ def _command(rest: Sequence[str], options: Mapping[str, Any]) -> list[str]:
         _check_module(script)
         return [sys.executable, "-u", "-m", script, *arguments]
     if not script:
-        raise ConfigError("the script's name is empty. Expected: loopwright launch [options] script.py [its arguments].")
+        raise ConfigError("the script's name is empty. Expected: loopwright launch [options] script.py [arguments].")
     _check_script(Path(script))
     return [sys.executable, "-u", script, *arguments]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -29,24 +30,42 @@ Every key of the file is also a flag (--trainer.seed 1) and an environment varia
 A flag wins over the environment, the environment over the file. --print_config prints the outcome as a YAML file.
 --devices 2 runs the file in two processes; it takes the options of `launch` as well, such as --num_processes 2.
 """
-CONFIG_COMMANDS = ("fit", "validate", "test", "predict", "plan")
+RUN_COMMANDS = ("fit", "validate", "test", "predict")
+CONFIG_COMMANDS = (*RUN_COMMANDS, "plan")
 COMMANDS = (*CONFIG_COMMANDS, "launch", "config", "env")
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
+OUTPUT_CLOSED = 141
+"""What a shell says of a program whose output nobody reads any more, as behind `| head`: it ended by SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    Exceptions of the user's code pass through, so that Python shows their traceback and exits with 1.
+    Exceptions of the user's code pass through, so that Python shows their traceback and exits with 1. An output that
+    nobody reads any more, as behind `| head`, ends the command without one.
 
     Args:
         argv: the arguments without the program's name; `sys.argv[1:]` when left out.
     Returns:
-        0 when all went well, 2 when a command, a key or a value can't be used, 130 after Ctrl-C.
+        0 when all went well, 2 when a command, a key or a value can't be used, 130 after Ctrl-C,
+        141 when the output's reader has gone.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _main(arguments)
+        print(end="", flush=True)  # here, since Python would say it as it ends
+    except BrokenPipeError:
+        if not _is_output_closed():
+            raise
+        if arguments[0] in RUN_COMMANDS:
+            print(f"{_speaker(arguments[0])}: ended, because nobody reads its output any more.", file=sys.stderr)
+        return OUTPUT_CLOSED
+    return code
+
+
+def _main(arguments: list[str]) -> int:
     if not arguments:
         print(HELP, end="", file=sys.stderr)
         return USAGE_ERROR
@@ -59,6 +78,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"loopwright {__version__}")
         return 0
     return _run_guarded(arguments[0], arguments[1:])
+
+
+def _is_output_closed() -> bool:
+    """Whether nobody reads the standard output any more; it goes nowhere then, so that Python can end in silence."""
+    probe = select.poll()
+    probe.register(sys.stdout.fileno(), 0)  # errors are told whatever is asked for
+    is_closed = bool(probe.poll(0))
+    if is_closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return is_closed
 
 
 def _run_guarded(command: str, arguments: list[str]) -> int:

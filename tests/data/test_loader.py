@@ -57,7 +57,8 @@ def test_f17_the_end_is_known_with_the_last_batch() -> None:
         ({"batch_size": 5}, 0),
         ({"batch_size": 4, "drop_last": True}, -1),
         ({"batch_size": None}, -1),
-        ({"batch_sampler": BatchSampler(SequentialSampler(range(10)), 4, False)}, -1),
+        ({"batch_sampler": BatchSampler(SequentialSampler(range(10)), 4, False)}, 2),
+        ({"batch_sampler": BatchSampler(SequentialSampler(range(7)), 4, True)}, -1),
         ({"batch_size": 4, "sampler": RandomSampler(range(10), num_samples=7)}, 3),
     ],
 )

@@ -9,12 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+)
 
 from loopwright.data.combined import CombinedLoader
 from loopwright.data.configuration import DataLoaderConfiguration
 from loopwright.data.loader import PreparedLoader
-from loopwright.data.prepare import prepare_loader
+from loopwright.data.prepare import Presharded, prepare_loader
 from loopwright.data.samplers import SeedableRandomSampler
 from loopwright.data.skip import skip_first_batches
 from loopwright.distributed.errors import ConfigError, DataError
@@ -313,3 +321,29 @@ def test_mappings_of_other_classes_are_split_as_such() -> None:
     (part,) = prepared([batch], 1, split_batches=True)
     assert type(part) is UserDict
     assert part["x"].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("is_batched", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+def test_samples_are_not_dealt_to_processes_twice(is_batched: bool, exact: bool) -> None:
+    def loader(index: int, count: int) -> DataLoader[int]:
+        sampler: Any = DistributedSampler(range(8), count, index, shuffle=False)  # type: ignore[arg-type]
+        if is_batched:
+            return DataLoader(range(8), batch_sampler=BatchSampler(sampler, 2, False))  # type: ignore[arg-type]
+        return DataLoader(range(8), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+
+    for index in range(2):
+        for given in (loader(index, 2), CombinedLoader([loader(index, 2)])):
+            with pytest.raises(ConfigError, match=r"DistributedSampler gives each of 2 .* Presharded\("):
+                prepared(given, index, exact=exact)
+    kept = [prepared(Presharded(loader(index, 2)), index, exact=exact) for index in range(2)]
+    assert passes(kept) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+    alone = [prepared(loader(0, 1), index, exact=exact) for index in range(2)]  # deals to nobody: shared as any other
+    assert passes(alone) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert passes([prepared(loader(0, 1), 0, 1, exact=exact)]) == [[[0, 1], [2, 3], [4, 5], [6, 7]]]
+
+
+def test_a_distributed_sampler_that_is_kept_is_told_the_epoch() -> None:
+    sampler: Any = DistributedSampler(range(8), 2, 0, shuffle=True)  # type: ignore[arg-type]
+    prepared(Presharded(DataLoader(range(8), sampler=sampler)), 0).set_epoch(5)  # type: ignore[arg-type]
+    assert sampler.epoch == 5

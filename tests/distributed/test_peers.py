@@ -14,7 +14,7 @@ from loopwright import ConfigError
 from loopwright.distributed.peers import start_peers
 
 SCRIPT = """
-import sys, time
+import sys, threading, time
 import torch
 import torch.distributed as dist
 from loopwright.distributed.group import connect, disconnect
@@ -25,13 +25,28 @@ def main():
     word, place, init_method = sys.argv[1], find_place(), None
     if word == "early" and place.process_index == 1:
         raise ValueError("early")
+    if word == "absent" and place.process_index == 1:
+        return
     if place.num_processes == 1:
-        peers = start_peers(2)
+        found = []  # in a thread that ends before the processes do, as a Trainer may be called
+        thread = threading.Thread(target=lambda: found.append(start_peers(2)))
+        thread.start()
+        thread.join()
+        peers = found[0]
         place, init_method = peers.place, peers.init_method
     connect(place, torch.device("cpu"), init_method=init_method)
     total = torch.tensor([place.process_index + 1.0])
     dist.all_reduce(total)
     print(f"{place.process_index} {total.item()} {sys.argv[1:]}\\n", end="", flush=True)  # one write
+    if word == "exit" and place.process_index == 0:
+        try:
+            sys.exit(3)
+        except SystemExit as error:
+            peers.notice(error)  # as the Trainer does
+            raise
+    if word == "exit":
+        time.sleep(1)
+        sys.exit(1)
     if word == "parent" and place.process_index == 0:
         raise ValueError("of the parent")
     if word == "parent":
@@ -71,6 +86,19 @@ def test_a_failure_before_the_processes_have_met_ends_the_wait() -> None:
     assert ended.returncode == 1
     assert "ValueError: early" in ended.stderr
     assert "process 1 of 2 failed (exit code 1); see its output above. Process 0 was waiting for it" in ended.stderr
+
+
+def test_a_process_that_ends_before_it_met_the_others_is_not_waited_for() -> None:
+    begin = time.monotonic()
+    ended = run("absent", "script.py")
+    assert time.monotonic() - begin < 30
+    assert ended.returncode == 1
+    assert "process 1 of 2 ended in order, but before it met the others" in ended.stderr
+
+
+def test_the_code_of_process_0_is_that_of_the_run_where_it_ends_first() -> None:
+    ended = run("exit", "script.py")
+    assert (ended.returncode, "process 0 ended first (exit code 3)." in ended.stderr) == (3, True)
 
 
 def test_a_failure_of_process_0_ends_the_others() -> None:

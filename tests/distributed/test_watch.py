@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 from typing import Any
 
@@ -237,3 +238,14 @@ def test_reports_claim_what_is_known() -> None:
 )
 def test_the_time_that_was_waited_is_torchs(message: str, timeout: Any, seconds: float | None) -> None:
     assert waited_seconds(message, timeout) == seconds
+
+
+def test_a_process_that_is_to_end_does_so_where_nobody_reads_what_it_says() -> None:
+    program = (
+        "import os; from loopwright.distributed.uncaught import end_at_once; os.close(2); os.dup2(1, 2)\n"
+        "try:\n    end_at_once('why', 7)\nfinally:\n    os._exit(1)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+    assert process.returncode == 7

@@ -168,6 +168,15 @@ class TestBadInput:
             (["--monitor_interval=0", "script.py"], r"monitor_interval=0\.0\. Expected a finite number above 0"),
             (["--main_process_port=70000", "script.py"], r"main_process_port=70000"),
             (["--config_file=none.yaml", "script.py"], r"the launch file none\.yaml can't be read"),
+            ([""], r"the script's name is empty"),
+            (["--NUM_PROCESSES=2", "script.py"], r"--NUM_PROCESSES is not known\. Did you mean 'num_processes'\?"),
+            (["--module", "script.py"], r"there is no module 'script\.py'.* Did you mean 'script'\?"),
+            (["--module", "json.nothing"], r"there is no module 'json\.nothing'"),
+            (["--module", "json"], r"the module json is a package without a __main__\.py"),
+            (["--log_dir=script.py", "script.py"], r"log_dir='script\.py' can't be used"),
+            (["--rdzv_backend=none", "script.py"], r"could not be started: The rendezvous backend 'none' is not"),
+            (["--main_process_ip=999.1.1.1", "script.py"], r"main_process_ip='999\.1\.1\.1' can't be used: no machine"),
+            (["--main_process_ip=192.0.2.1", "script.py"], r"main_process_ip='192\.0\.2\.1' is not this machine"),
         ],
     )
     def test_is_one_clear_error(
@@ -185,6 +194,16 @@ class TestBadInput:
             port = taken.getsockname()[1]
             text = error_of(capsys, "--cpu", "--num_processes=2", f"--main_process_port={port}", script)
         assert f"main_process_port={port} can't be used" in text
+
+
+@pytest.mark.parametrize("arguments", [["launch", "--help"], ["env"]])
+def test_output_that_nobody_reads_ends_a_command_without_a_traceback(arguments: Sequence[str]) -> None:
+    command = [sys.executable, "-m", "loopwright", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
 
 
 class TestPrecedence:

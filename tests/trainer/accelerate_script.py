@@ -66,7 +66,7 @@ def main(folder: str) -> dict[str, Any]:
         train, val = DataLoader(data(), batch_size=8, shuffle=True), DataLoader(data(), batch_size=16)
     model = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=9)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=20)
     model, optimizer, train, val, scheduler = accelerator.prepare(model, optimizer, train, val, scheduler)
     accelerator.register_for_checkpointing(scheduler)
 

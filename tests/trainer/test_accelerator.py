@@ -53,6 +53,14 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({"rng_types": ["generatr"]}, r"rng_types holds 'generatr', which is unknown\. Did you mean 'generator'\?"),
     ({"log_with": "wandbb"}, r"trackers='wandbb' is unknown\. Did you mean 'wandb'\?"),
     ({"strategy": "ddq"}, r"strategy='ddq' is unknown"),
+    ({"rng_types": "torch"}, r"rng_types='torch'\. Expected a list of words"),
+    ({"kwargs_handlers": AutocastKwargs()}, r"kwargs_handlers=AutocastKwargs\(.*Expected a list of handlers"),
+    ({"gradient_accumulation_plugin": 5}, r"gradient_accumulation_plugin=5\. Expected GradientAccumulationPlugin\("),
+    ({"project_config": "runs"}, r"project_config='runs'\. Expected ProjectConfiguration\("),
+    ({"device_placement": "no"}, r"device_placement='no'\. Expected True or False\."),
+    ({"step_scheduler_with_optimizer": 0}, r"step_scheduler_with_optimizer=0\. Expected True or False\."),
+    ({"scale_scheduler_by_processes": 2}, r"scale_scheduler_by_processes=2\. Expected True or False\."),
+    ({"cpu": "yes"}, r"cpu='yes'\. Expected True or False\."),
 ]
 
 
@@ -215,11 +223,38 @@ def test_optimizer_state_follows_the_parameters(placement: bool) -> None:
         ),
         ("prepare_scheduler", "cosine", r"prepare_scheduler got a str\. Expected an object with step\(\)\."),
         ("prepare_data_loader", 3, r"prepare_data_loader got a int\. Expected an iterable of batches\."),
+        ("skip_first_batches", 3, r"skip_first_batches got a int\. Expected an iterable of batches\."),
+        ("no_sync", "model", r"no_sync got a str\. Expected models, as prepare gave them\."),
+        ("trigger_sync_in_backward", 1, r"trigger_sync_in_backward got a int\. Expected models"),
+        ("autocast", True, r"autocast got True\. Expected AutocastKwargs\("),
     ],
 )
-def test_each_prepare_method_names_what_it_got(method: str, wrong: Any, message: str) -> None:
+def test_each_method_names_what_it_got(method: str, wrong: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         getattr(Accelerator(), method)(wrong)
+
+
+def test_contexts_and_clipping_name_what_they_got() -> None:
+    accelerator = Accelerator()
+    model = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=r"accumulate got a SGD\. Expected models"):
+        accelerator.accumulate(model, torch.optim.SGD(model.parameters())).__enter__()  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"profile got True\. Expected ProfileKwargs\("):
+        accelerator.profile(True).__enter__()  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"clip_grad_norm_ got a Linear\. Expected parameters, such as"):
+        accelerator.clip_grad_norm_(model, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"clip_grad_value_ got a float\. Expected parameters, such as"):
+        accelerator.clip_grad_value_(1.0, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"pad_across_processes\(dim='0'\)\. Expected an integer\."):
+        accelerator.pad_across_processes(torch.ones(1), dim="0")  # type: ignore[arg-type]
+
+
+def test_clipping_without_gradients_does_nothing() -> None:
+    accelerator = Accelerator()
+    parameters = list(nn.Linear(1, 1).parameters())
+    accelerator.clip_grad_value_(parameters, 1.0)
+    assert accelerator.clip_grad_norm_(parameters, 1.0) == 0
+    assert all(parameter.grad is None for parameter in parameters)
 
 
 def test_any_iterable_of_batches_can_be_a_loader() -> None:

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from loopwright.data.configuration import DataLoaderConfiguration
 from loopwright.data.dispatch import DispatchedLoader
@@ -107,6 +115,105 @@ def drawn_after_a_pass() -> float:
 
 def test_a_pass_leaves_torchs_random_state_as_in_one_process(two_processes: Any) -> None:
     assert two_processes(drawn_after_a_pass) == [drawn_after_a_pass()] * 2
+
+
+def shuffled_by(generator: torch.Generator | None, sampler: Any = None) -> list[list[int]]:
+    """The batches of two passes; the processes have other seeds."""
+    accelerator = on_cpu(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=False))
+    torch.manual_seed(accelerator.process_index)
+    options = {"shuffle": True} if sampler is None else {"sampler": sampler}
+    loader = accelerator.prepare(ids(12, 2, generator=generator, **options))
+    return [batch.tolist() for _ in range(2) for batch in loader]
+
+
+def dealt_to_two(batches: list[list[int]]) -> list[list[list[int]]]:
+    return [batches[::2], batches[1::2]]
+
+
+def test_a_generator_of_the_users_gives_the_order_of_one_process(two_processes: Any) -> None:
+    plain = ids(12, 2, shuffle=True, generator=torch.Generator().manual_seed(3))
+    batches = [batch.tolist() for _ in range(2) for batch in plain]
+    assert shuffled_by(torch.Generator().manual_seed(3)) == batches
+    assert two_processes(shuffled_by, torch.Generator().manual_seed(3)) == dealt_to_two(batches)
+
+
+@pytest.mark.parametrize("kind", ["random", "weighted", "subset"])
+def test_a_sampler_without_a_generator_gets_one_by_a_draw(two_processes: Any, kind: str) -> None:
+    """Accelerate's rule: the seed is what process 0 draws from torch's random state in prepare."""
+    sampler: Any = {
+        "random": RandomSampler(range(12)),
+        "weighted": WeightedRandomSampler([1.0] * 12, 12),
+        "subset": SubsetRandomSampler(range(12)),
+    }[kind]
+    found = two_processes(shuffled_by, None, sampler)
+    assert sampler.generator is None, "the user's loader is not changed"
+    torch.manual_seed(0)
+    seed = int(torch.empty((), dtype=torch.int64).random_())
+    sampler.generator = torch.Generator().manual_seed(seed)
+    order = [index for _ in range(2) for index in sampler]
+    assert found == dealt_to_two([order[start : start + 2] for start in range(0, 24, 2)])
+
+
+def dealt_by_the_main_process(generator: torch.Generator | None) -> tuple[list[list[int]], float]:
+    options = DataLoaderConfiguration(dispatch_batches=True, use_seedable_sampler=False)
+    accelerator = on_cpu(dataloader_config=options)
+    loader = accelerator.prepare(ids(12, 2, shuffle=True, generator=generator))
+    return [batch.tolist() for batch in loader], torch.rand(()).item()
+
+
+def test_where_the_main_process_reads_for_all_its_random_state_counts(two_processes: Any) -> None:
+    """Each process draws the seed of workers, as torch does; the main one alone the order."""
+    torch.manual_seed(0)
+    batches = [batch.tolist() for batch in ids(12, 2, shuffle=True)]
+    expected = [torch.rand(()).item()]
+    torch.manual_seed(0)
+    torch.empty((), dtype=torch.int64).random_()
+    expected.append(torch.rand(()).item())
+    assert two_processes(dealt_by_the_main_process, None) == list(zip(dealt_to_two(batches), expected, strict=True))
+    sampler = RandomSampler(range(12), generator=torch.Generator().manual_seed(3))
+    batches = [batch.tolist() for batch in ids(12, 2, sampler=sampler)]
+    found = two_processes(dealt_by_the_main_process, torch.Generator().manual_seed(3))
+    assert found == list(zip(dealt_to_two(batches), expected[1:] * 2, strict=True))
+
+
+def own_batches(drop_last: bool) -> tuple[int | None, list[int], list[int]]:
+    accelerator = on_cpu()
+    batches = BatchSampler(SequentialSampler(range(22)), 4, drop_last)
+    loader = accelerator.prepare(DataLoader(list(range(22)), batch_sampler=batches))  # type: ignore[arg-type]
+    remainders, seen = [], []
+    for batch in loader:
+        remainders.append(accelerator.gradient_state.remainder)
+        seen += accelerator.gather_for_metrics(batch).tolist()
+    return loader.total_batch_size, remainders, seen
+
+
+def test_the_size_of_an_own_batch_sampler_counts(two_processes: Any) -> None:
+    assert own_batches(drop_last=False) == (4, [2] * 6, list(range(22)))
+    assert two_processes(own_batches, False) == [(8, [6] * 3, list(range(22)))] * 2
+    assert own_batches(drop_last=True) == (4, [-1] * 5, list(range(20)))
+    assert two_processes(own_batches, True) == [(8, [-1] * 2, list(range(16)))] * 2
+
+
+class Pairs:
+    """A batch sampler without a size."""
+
+    def __iter__(self) -> Any:
+        return iter([[0, 1], [2, 3]])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def refused_to_split() -> str:
+    accelerator = on_cpu(dataloader_config=DataLoaderConfiguration(split_batches=True))
+    with pytest.raises(ConfigError) as raised:
+        accelerator.prepare(DataLoader(list(range(4)), batch_sampler=Pairs()))  # type: ignore[arg-type]
+    return str(raised.value)
+
+
+def test_batches_without_a_size_can_not_be_split(two_processes: Any) -> None:
+    for text in two_processes(refused_to_split):
+        assert "split_batches=True with a Pairs that has no batch_size" in text
 
 
 # Schedules
