@@ -26,7 +26,7 @@ class RunState:
     samples: int = 0
     """Samples seen in training, by all processes together; within an accumulation window, up to its beginning."""
     tokens: int = 0
-    """Tokens seen in training by all processes: the counts that the task returns as `(loss_sum, count)`, or that it reports."""
+    """Tokens seen in training by all processes: the counts of `(loss_sum, count)`, or what the task reports."""
     stage: str = "idle"
     """What is running: "idle", "train", "sanity", "validation", "test" or "predict"."""
     batches_per_epoch: int | None = None

@@ -186,7 +186,7 @@ def _check_materialised(own: Mapping[str, Any], file: Path) -> None:
 
 
 def weights_file(path: str | Path) -> Path:
-    """The file that `save_weights` writes: the path itself, or `model.safetensors` in the folder that it names. Local."""
+    """The file that `save_weights` writes: the path, or `model.safetensors` in the folder that it names. Local."""
     given = Path(path)
     return given if given.suffix == ".safetensors" else given / FILE_NAME
 

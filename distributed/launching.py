@@ -13,7 +13,14 @@ import torch
 from .errors import ConfigError, LaunchError, check_integer, check_number
 from .outcomes import Outcome, first_cause, signal_outcome
 from .ports import DEFAULT_PORT, LOOPBACK, check_host, check_port
-from .surroundings import changed_environment, kept_signal_handlers, log_folder, no_leftovers, quiet_loggers
+from .surroundings import (
+    changed_environment,
+    ending_with_launcher,
+    kept_signal_handlers,
+    log_folder,
+    no_leftovers,
+    quiet_loggers,
+)
 
 TEE_WORDS = {"0": 0, "1": 1, "2": 2, "3": 3}
 """What of each process is written to its log file as well: nothing, its output, its errors, both."""
@@ -93,7 +100,8 @@ def run_command(settings: LaunchSettings, command: Sequence[str]) -> Outcome:
         ConfigError: the port is in use.
         LaunchError: the launchers of the machines don't meet.
     """
-    return _run_agent(settings, command[0], list(command[1:]), start_method="spawn")
+    program, *arguments = ending_with_launcher(command)
+    return _run_agent(settings, program, arguments, start_method="spawn")
 
 
 def run_function(settings: LaunchSettings, function: Callable[..., object], args: Sequence[Any]) -> None:

@@ -50,7 +50,7 @@ def timeout_report(
     places = _places(answers, count, left, first=missing)
     return (
         f"{operation!r} timed out{after} in process {index}; {names}.\n{places}\n{hint} "
-        "Where one only needs longer, raise the timeout: InitProcessGroupKwargs(timeout=...)."
+        "Where one only needs longer: Trainer(process_timeout=...), or InitProcessGroupKwargs(timeout=...)."
     )
 
 

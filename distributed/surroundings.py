@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -109,6 +109,26 @@ def _kill_group(child: int) -> None:
             os.killpg(child, signal.SIGKILL)
     except ProcessLookupError:
         return  # it ended by itself
+
+
+_ENDING_WITH_LAUNCHER = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({_DEATH_SIGNAL}, {int(signal.SIGTERM)})
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def ending_with_launcher(command: Sequence[str]) -> list[str]:
+    """A command that asks the system for SIGTERM when this thread dies, and then becomes the one given.
+
+    For processes that others start for us: torch's agent, killed, would leave them behind. Where the system has no such
+    signal it is the command given.
+    """
+    if not sys.platform.startswith("linux"):
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _ENDING_WITH_LAUNCHER, str(os.getpid()), *command]
 
 
 def dies_with_parent() -> Callable[[], None] | None:

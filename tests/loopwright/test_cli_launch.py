@@ -138,6 +138,18 @@ class TestProcesses:
         assert [Path(f"ended-{index}").exists() for index in (0, 1)] == [number == signal.SIGTERM] * 2
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
+    @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process that its parent died")
+    def test_a_launcher_that_is_killed_leaves_nobody_behind(self, script: str) -> None:
+        with subprocess.Popen(
+            [sys.executable, "-m", "loopwright", *TWO, script, "wait"], stdout=subprocess.PIPE
+        ) as run:
+            assert run.stdout is not None
+            pids = [int(run.stdout.readline().split()[1]) for _ in range(2)]
+            run.kill()
+            assert run.stdout.read() == b""  # it is open as long as one of them lives
+        assert [Path(f"ended-{index}").exists() for index in (0, 1)] == [True, True]
+        assert len(set(pids)) == 2
+
 
 class TestBadInput:
     @pytest.mark.parametrize(
