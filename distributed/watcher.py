@@ -35,7 +35,7 @@ STUCK = 10.0
 UNAWARE = 20.0
 """How long a process may go on elsewhere after another one failed."""
 
-_TIMEOUTS = ("timed out", "wait timeout", "socket timeout", "failed to pass monitoredbarrier")
+_TIMEOUTS = ("timed out", "wait timeout", "socket timeout", "application timeout", "failed to pass monitoredbarrier")
 _LOSSES = (
     "closed by peer", "reset by peer", "broken pipe", "connection refused", "socket closed", "remote process exited",
     "communicator was aborted", "connection was likely closed", "failed to recv", "has been destroyed",

@@ -172,6 +172,7 @@ def evaluating(run: Run, stage: Stage, data: EvaluationData, name: str | None = 
             yield run.log
         finally:
             run.state.stage, run.log = outer
+            watch.stand(run.state.stage, run.state.step)
             run.evaluation = None
 
 

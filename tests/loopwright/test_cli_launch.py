@@ -37,7 +37,7 @@ if word == "kill" and index == "1":
 if word in ("exit", "raise", "kill", "wait"):
     if word == "wait":
         signal.signal(signal.SIGTERM, lambda *_: (open(f"ended-{index}", "w").close(), sys.exit(0)))
-    print("ready", os.getpid(), flush=True)
+    print(f"ready {os.getpid()}\\n", end="", flush=True)  # in one write: two processes share the pipe
     time.sleep(60)
 """
 TWO = ["launch", "--cpu", "--num_processes=2"]
