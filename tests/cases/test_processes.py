@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from loopwright.callbacks.nan_guard import NaNGuard
 from loopwright.data.prepare import Presharded
@@ -14,7 +15,7 @@ from loopwright.distributed.errors import MetricError
 from loopwright.distributed.group import rank
 from loopwright.trackers.memory import MemoryTracker
 
-from ..trainer.tiny import Scalar, batches, fit, ones
+from ..trainer.tiny import Scalar, batches, fit, ones, trainer
 
 
 class LogsLoss(Scalar):
@@ -150,3 +151,19 @@ def test_b59_draws_differ_and_the_shuffle_is_shared(two_processes: Any) -> None:
         assert one != other
         assert sorted(samples + others) == list(range(8))
         assert value == weight
+
+
+def _predict() -> tuple[float, list[float]]:
+    data = DataLoader(torch.arange(5.0), batch_size=1)  # type: ignore[arg-type]
+    found = trainer()
+    mean = found.validate(Scalar(), data)["val"]
+    return mean, [output.item() / 2 for output in found.predict(Scalar(), data)]
+
+
+def test_b41_predictions_in_the_order_of_the_data_and_each_sample_once(
+    two_processes: Any, three_processes: Any
+) -> None:
+    right = (2.0, [0.0, 1.0, 2.0, 3.0, 4.0])
+    assert _predict() == right
+    assert two_processes(_predict) == [right] * 2
+    assert three_processes(_predict) == [right] * 3

@@ -352,3 +352,51 @@ def _track_loss() -> Any:
     found = fit(Both(on_epoch=True), batches(*range(8)), ones(2), trackers=memory, log_every=1, val_every="2 steps")
     rows = [(step, sorted(metrics)) for step, metrics in memory.runs[0].records] if memory.runs else []
     return len(memory.runs), rows, str(found.run_directory)
+
+
+class Dropped(Task):
+    """A small network with dropout, on shuffled data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch).square().mean()
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self.net(batch + torch.rand(())).mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _train_with_dropout(options: dict[str, Any], validates: bool) -> list[float]:
+    found = trainer(seed=0, max_epochs=3, **options)
+    task = Dropped()
+    data = DataLoader(torch.randn(24, 3, generator=torch.Generator().manual_seed(1)), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    found.fit(task, data, DataLoader(torch.randn(5, 3), batch_size=2, shuffle=True) if validates else None)  # type: ignore[arg-type]
+    return torch.cat([parameter.detach().flatten() for parameter in task.parameters()]).tolist()
+
+
+def test_pain_14_validation_changes_no_bit_of_the_training(two_processes: Any) -> None:
+    without, other = two_processes(_train_with_dropout, {}, False)
+    assert without == other
+    for options in ({"val_every": "1 epoch"}, {"val_every": "2 steps"}, {"sanity_val_batches": 2}):
+        assert two_processes(_train_with_dropout, options, True) == [without, without]
+
+
+def _clip(count: int) -> tuple[float, float]:
+    task = Scalar()
+    norms: list[float] = []
+    watch = Watch(before_step=lambda trainer, task, optimizer: norms.append(task.w.grad.item()))
+    # The mean gradient of two batches of 4 and 8 is 6, which is clipped to 2.
+    fit(task, batches(*[4.0, 8.0] * count), callbacks=watch, clip_norm=2.0, accumulate=2 // _world())
+    return task.value, norms[0]
+
+
+def test_pain_33_clipping_sees_the_gradient_of_all_processes(two_processes: Any) -> None:
+    alone = _clip(1)
+    assert alone == (pytest.approx(-2.0, abs=1e-5), pytest.approx(2.0, abs=1e-5))
+    assert two_processes(_clip, 1) == [alone, alone]
