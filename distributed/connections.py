@@ -39,9 +39,12 @@ class Connections:
             store_port: see `port_of`.
         """
         for number, _ in self._found & _open_sockets():  # a number that means another file by now is left alone
-            with socket.socket(fileno=os.dup(number)) as connection:
-                if _is_between_peers(connection, store_port):
-                    connection.shutdown(socket.SHUT_RDWR)
+            try:
+                with socket.socket(fileno=os.dup(number)) as connection:
+                    if _is_between_peers(connection, store_port):
+                        connection.shutdown(socket.SHUT_RDWR)
+            except OSError:  # the other end or torch's own thread closed it meanwhile
+                continue
 
 
 def _open_sockets() -> set[tuple[int, int]]:
