@@ -109,7 +109,7 @@ class InterruptedLater(Line):
 
 class Steps(Callback):
     def on_fit_end(self, trainer, task):
-        print(trainer.state.step, "steps")
+        print(f"{trainer.state.step} steps\\n", end="")  # in one write: processes may share the pipe
 
 
 class Count(Callback):
