@@ -8,7 +8,7 @@ them (`--rounds 60`) on a machine that does other work. A step has 4 batches; a 
 steps of one round, and "median" is that of the rounds. "quiet" compares the quickest steps (5th percentile) of all
 rounds, those that nothing else held up. "CPU" is the same for the CPU time of all threads of process 0, in which
 waiting for the other process is left out. Only ratios of one run mean anything, and "DDP by hand, again" shows their
-noise. What is sent is counted by torch's profiler.
+noise. Collectives are counted by torch's profiler; messages are what Loopwright sends through shared memory.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from loops import Loop, chosen
 from report import machine, table
 from ticks import WARM_STEPS
 from workloads import WIDE, WORKLOADS, Workload
+
+from loopwright.distributed.slots import channel
 
 PROCESSES = 2
 ACCUMULATE = 4
@@ -73,22 +75,25 @@ class StepClock:
 
 
 class SendCounter:
-    """Counts the collectives of `COUNTED_STEPS` optimizer steps by their names."""
+    """Counts what `COUNTED_STEPS` optimizer steps send: collectives by their names, and control messages."""
 
     def __init__(self) -> None:
         self._batch = 0
         self._profiler: torch.profiler.profile | None = None
+        self._messages_before = 0
         self.counts: Counter[str] = Counter()
 
     def tick(self) -> None:
         """Begin or end counting at the batch where it is due."""
         if self._batch == WARM_STEPS * ACCUMULATE:
+            self._messages_before = channel().num_sent  # first: what opens it is not counted
             self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
             self._profiler.start()
         elif self._batch == (WARM_STEPS + COUNTED_STEPS) * ACCUMULATE and self._profiler is not None:
             self._profiler.stop()
             names = (event.name for event in self._profiler.events() if event.name.startswith("gloo:"))
             self.counts = Counter(name.removeprefix("gloo:") for name in names)
+            self.counts["message"] = channel().num_sent - self._messages_before
         self._batch += 1
 
 
@@ -104,7 +109,7 @@ def parse() -> argparse.Namespace:
 
 
 def count_sends(loop: Loop, work: Workload) -> Counter[str]:
-    """The collectives of this process by name."""
+    """What this process sends, by name."""
     counter = SendCounter()
     dist.barrier()
     loop.run(work, counter, WARM_STEPS + COUNTED_STEPS + 2)
@@ -134,7 +139,7 @@ def sends_report(counts: dict[str, Counter[str]]) -> str:
     """What each loop sends in an optimizer step of `ACCUMULATE` batches."""
     kinds = sorted({kind for counter in counts.values() for kind in counter} | {"all_reduce"})
     rows = [(name, *(f"{counter[kind] / COUNTED_STEPS:.2f}" for kind in kinds)) for name, counter in counts.items()]
-    title = f"\n## Collectives per optimizer step of {ACCUMULATE} batches, small model (one bucket)\n\n"
+    title = f"\n## Sent per optimizer step of {ACCUMULATE} batches, small model (one bucket)\n\n"
     return title + table(("loop", *kinds), rows)
 
 

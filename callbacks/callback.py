@@ -13,20 +13,23 @@ on_setup -> on_fit_start
                on_batch_end(outputs)
     validation, when due: on_validation_start -> on_validation_batch_start/_end per batch -> on_validation_end(metrics)
     on_epoch_end(metrics)
-on_fit_end -> on_teardown
+on_stop -> on_fit_end -> on_teardown
 ```
 
 `on_exception(error)` fires wherever one is raised; `on_log(metrics, step)` for each record that goes to the trackers;
-`on_save_state(state)` and `on_load_state(state)` around checkpoints. Test and predict have the events of validation
-with their own prefix.
+`on_save_state(state)`, `on_saved(path)` and `on_load_state(state)` around checkpoints. Test and predict have the events
+of validation with their own prefix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
     from torch.optim import Optimizer
 
@@ -82,9 +85,24 @@ class Callback:
     processes of a run need not ask each other for it at each step.
     """
 
+    signals: Sequence[str] = ()
+    """Names of signals, such as "SIGUSR1", at which a training ends in order, as it does at SIGTERM."""
+
+    @property
+    def plan_note(self) -> str | None:
+        """What this callback will leave behind, in a few words: the plan of a run shows it."""
+        return None
+
     @property
     def schedule(self) -> Interval | None:
         """When this callback does its main work, where an interval says so: the plan of a run shows it."""
+        return None
+
+    @property
+    def checkpoint_folder(self) -> Path | None:
+        """Where this callback keeps checkpoints, if that is not in the folder of the run: `resume_from="latest"` looks
+        there.
+        """
         return None
 
     @property
@@ -98,6 +116,16 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
+
+    def evaluation_weights(self, trainer: TrainerView, task: TaskView) -> AbstractContextManager[None] | None:
+        """A context in which the task has the weights that are to be evaluated and saved in the place of those of the
+        training; None: none are.
+
+        The Trainer asks before each validation inside `fit`, and for what `save_model` writes during it. On leaving,
+        the training's weights have to be back bit for bit, also after an exception. Whole states are never saved
+        inside.
+        """
+        return None
 
     # What follows are the events, in the order in which they fire.
 
@@ -167,6 +195,11 @@ class Callback:
     def on_predict_end(self, trainer: TrainerView, task: TaskView) -> None:
         """`trainer.predict` is done."""
 
+    def on_stop(self, trainer: TrainerView, task: TaskView) -> None:
+        """The run ends at this step boundary, in order; nothing of the running epoch was closed yet. A checkpoint that
+        is asked for here goes on as if the run had not ended.
+        """
+
     def on_fit_end(self, trainer: TrainerView, task: TaskView) -> None:
         """Training is over, in order or by an exception (`trainer.error` says which)."""
 
@@ -175,6 +208,9 @@ class Callback:
 
     def on_save_state(self, trainer: TrainerView, task: TaskView, state: dict[str, Any]) -> None:
         """A checkpoint is being put together; entries may be added."""
+
+    def on_saved(self, trainer: TrainerView, task: TaskView, path: Path) -> None:
+        """A checkpoint is whole, under its own name; one that was written in the background at the next boundary."""
 
     def on_load_state(self, trainer: TrainerView, task: TaskView, state: dict[str, Any]) -> None:
         """A checkpoint has been read; what `on_save_state` added is there."""

@@ -1,4 +1,4 @@
-"""`ModelCheckpoint`: the last and the best weights of a run, as safetensors files."""
+"""`ModelCheckpoint`: the newest and the best states of a run, each whole or absent."""
 
 from __future__ import annotations
 
@@ -8,52 +8,64 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-
-from ..checkpoint.finite import find_nonfinite_weight
-from ..distributed.errors import CheckpointError, ConfigError, check_boolean, check_integer
+from ..checkpoint.claims import FolderClaim
+from ..checkpoint.weights import load_weights
+from ..distributed.errors import CheckpointError, ConfigError, PeerFailedError
 from ..distributed.paths import prove_writable
 from .callback import Callback
-from .file_names import SUFFIX, FileName
+from .checkpoint_options import check_options, read_directory, read_file_name
+from .deadline import save_in_time
 from .intervals import Interval, IntervalLike, Schedule
-from .kept_files import KeptFiles, SavedFile
+from .kept_files import SavedFile
 from .monitor import Mode, Monitor
-from .own_files import OwnFiles
+from .preemption import grace_left
+from .state_folders import StateFolders
+from .store import Rules, Store
 from .together import of_main_process
+from .weight_files import WeightFiles
 
 if TYPE_CHECKING:
     from .view import TaskView, TrainerView
 
 
 class ModelCheckpoint(Callback):
-    """Keeps the last and the best weights of a run, each in a file that is whole or absent.
+    """Keeps the newest and the best checkpoints of a run, each whole or absent whenever the process is killed.
 
-    `last.safetensors` is written every so often, at the end of `fit`, and when an exception ends it after at least one
-    step. With a monitor, each new value of the metric that is among the `top_k` best is saved with the weights that
-    reached it: after the validation if validation logs the metric, else after the epoch. Of equal values the first
-    stays; NaN and infinities are never best. Without a monitor the newest `top_k` files are kept.
+    A checkpoint is a folder with the whole state, from which `fit(resume_from=...)` goes on; with
+    `save_weights_only=True` it is one safetensors file. The newest is saved every so often, when the run ends in order
+    or for a signal, and when an exception ends it after at least one step. With a monitor, each new value of the metric
+    that is among the `top_k` best is saved with the weights that reached it: after the validation if validation logs
+    the metric, else after the epoch. Of equal values the first stays; NaN and infinities are never best. Without a
+    monitor the newest `top_k` are kept.
 
-    Weights that hold a NaN or an infinity are not written, with a warning, so that the good files stay. A file is
-    removed only after its successor is whole, and only if this run wrote it; where a file of another run has the name,
-    `-v2` is put behind it. When `fit` begins it is made sure that the folder can be written to. A fast dev run writes
-    nothing.
+    The newest stays beside the best; where it is one of them, there is no second copy. One is removed only after its
+    successor is whole, and only if this run wrote it, over all its legs; where something else has the name, `-v2` is
+    put behind it. Nothing is written while a weight is NaN or infinite, with a warning. When `fit` begins it is made
+    sure that the folder can be written to, and that no other living run writes into it. A fast dev run writes nothing.
 
-    Of several processes the main one decides by its own values, and writes. The others wait until the file is whole,
-    then know its path; where it can't be written, all of them fail with the same error.
+    Of several processes the main one decides by its own values. Where a checkpoint can't be written, all of them fail
+    with the same error.
 
     Args:
-        every: when `last` is due, and the newest files without a monitor; a bare number counts optimizer steps.
+        every: when the newest is due, and the newest ones without a monitor; a bare number counts optimizer steps.
         monitor: the metric that says which weights are best, such as `"val/loss"`.
         mode: `"min"`: lower is better; `"max"`: higher is.
-        top_k: how many files of the best, or without a monitor of the newest, are kept; -1: all; 0: none.
-        last: whether `last.safetensors` is kept.
+        top_k: how many of the best, or without a monitor of the newest, are kept; -1: all; 0: none.
+        last: whether the newest is kept; with weights only, as `last.safetensors`.
         directory: where; by default `checkpoints` in the run's directory.
-        filename: a template such as `"{epoch}-{val/loss:.2f}"`; see `FileName`. By default `best`, or with several
-            files `"{step}"` and the metric.
-        save_on_exception: whether `last` is written when an exception ends the run.
+        filename: a template such as `"{epoch}-{val/loss:.2f}"`; see `FileName`. By default `"{step:06d}"`; for files of
+            weights `best`, or with several `"{step}"` and the metric. What is saved without a new value of a metric in
+            the template is named by its step.
+        save_on_exception: whether the newest is saved when an exception ends the run; no whole state where another
+            process failed, without which it could not go on exactly.
+        save_weights_only: write files of weights, with which no run can be resumed.
+        restore_best: load the best weights into the task when `fit` has ended in order.
+        asynchronous: write whole states in the background, so that training waits only for the copy to the host. None:
+            unless the device is the CPU.
     Raises:
         ConfigError: an argument can't be used or would be ignored, or nothing would ever be saved.
-        CheckpointError: from `fit`: the folder can't be written to, or a file can't be.
+        CheckpointError: from `fit`: the folder can't be written to, another run writes into it, or a checkpoint can't
+            be written.
     """
 
     steers = False
@@ -69,71 +81,108 @@ class ModelCheckpoint(Callback):
         *,
         filename: str | None = None,
         save_on_exception: bool = True,
+        save_weights_only: bool = False,
+        restore_best: bool = False,
+        asynchronous: bool | None = None,
     ) -> None:
-        check_integer("ModelCheckpoint(top_k)", top_k, -1, "It is a number of files; -1 keeps all, 0 none.")
-        check_boolean("ModelCheckpoint(last)", last)
-        check_boolean("ModelCheckpoint(save_on_exception)", save_on_exception)
-        if monitor is None and mode != "min":
-            raise ConfigError(f"ModelCheckpoint(mode={mode!r}) has no metric to compare. Name it by monitor=.")
-        if not last and top_k == 0:
-            raise ConfigError("ModelCheckpoint(top_k=0, last=False) saves nothing. Keep one of them, or leave it out.")
+        check_options(
+            monitor=monitor,
+            mode=mode,
+            top_k=top_k,
+            last=last,
+            save_on_exception=save_on_exception,
+            save_weights_only=save_weights_only,
+            restore_best=restore_best,
+            asynchronous=asynchronous,
+        )
         self.interval = Interval.parse(every, unit="steps", option="ModelCheckpoint(every)")
         self.top_k = top_k
         self.last = last
-        self.directory = _read_directory(directory)
+        self.directory = read_directory(directory)
         self.save_on_exception = save_on_exception
+        self.save_weights_only = save_weights_only
+        self.restore_best = restore_best
         self._monitor = None if monitor is None else Monitor(monitor, mode, owner="ModelCheckpoint")
         self.reads = () if monitor is None else (monitor,)
-        # Without a monitor, one unnamed newest file would be the same as `last`.
-        self._keeps_newest = monitor is None and (filename is not None or top_k != 1 or not last)
-        self._name = _file_name(filename, monitor, top_k)
+        self._rules = Rules(
+            top_k=top_k,
+            last=last,
+            monitor=self._monitor,
+            name=read_file_name(filename, monitor, top_k, save_weights_only),
+            # Without a monitor, one unnamed newest file would be the same as `last`.
+            keeps_newest=monitor is None and (filename is not None or top_k != 1 or not last),
+            asynchronous=asynchronous,
+        )
         self._is_active = False
-        self._is_restored = False
+        self._restored: Mapping[str, Any] | None = None
+        self._claim: FolderClaim | None = None
         self._begin()
 
     @property
-    def schedule(self) -> Interval:
-        """When `last` is due, for the plan of a run."""
+    def schedule(self) -> Interval | None:
+        """When the newest is due, for the plan of a run."""
         return self.interval
 
+    @property
+    def checkpoint_folder(self) -> Path | None:
+        """Where it keeps whole states, if that is not in the folder of the run."""
+        return None if self.save_weights_only or self.directory is None else self.directory.absolute()
+
+    @property
+    def plan_note(self) -> str | None:
+        """What is kept, and what is in it."""
+        number = {-1: "all", 1: "the"}.get(self.top_k, f"the {self.top_k}")
+        what = "newest" if self._monitor is None else f"best of {self._monitor.name}"
+        kept = [f"{number} {what}"] if self.top_k else []
+        if self.last and (self._monitor is not None or not self.top_k or self.save_weights_only):
+            kept.append("the newest")
+        held = "weights" if self.save_weights_only else "weights, optimizers, counters, random states, data position"
+        return f"{' and '.join(dict.fromkeys(kept))}: {held}"
+
     def _begin(self) -> None:
-        self._kept = KeptFiles(self.top_k, self._monitor)
-        self._own = OwnFiles("ModelCheckpoint")
+        self._store: Store = WeightFiles(self._rules) if self.save_weights_only else StateFolders(self._rules)
         self._schedule: Schedule | None = None
         self._steps_seen = 0
-        self._has_warned = False
-        self._last_step = 0
-        self.last_path: Path | None = None
-        """The newest `last` file, None before it is written."""
+
+    @property
+    def last_path(self) -> Path | None:
+        """The newest checkpoint that is kept, None before there is one; with weights only, the `last` file."""
+        return self._store.last_path
 
     @property
     def best_path(self) -> Path | None:
-        """The file of the best weights, None before there is a finite value and without a monitor."""
-        return None if self._kept.best is None else self._kept.best.path
+        """The checkpoint of the best weights, None before there is a finite value and without a monitor."""
+        best = self._store.kept.best
+        return None if best is None else best.path
 
     @property
     def best_score(self) -> float | None:
         """The best value of the monitored metric, None as long as `best_path` is."""
-        return None if self._kept.best is None else self._kept.best.score
+        best = self._store.kept.best
+        return None if best is None else best.score
 
     @property
     def kept(self) -> tuple[SavedFile, ...]:
-        """The files that are kept, the best or newest first, without `last`."""
-        return tuple(self._kept.files)
+        """What is kept, the best or newest first; then the newest, if it is none of the best. Without `last` files."""
+        return tuple(self._store.kept.all)
 
     def on_fit_start(self, trainer: TrainerView, task: TaskView) -> None:
-        if not self._is_restored:
-            self._begin()
-        self._is_restored = False
+        state, self._restored = self._restored, None
+        self._begin()
         self._is_active = not trainer.is_fast_dev_run
-        self._has_warned = False
-        self._last_step = trainer.state.step
         self._steps_seen = _steps_due(trainer)
         self._schedule = Schedule(self.interval, trainer.state)
-        if self._is_active and trainer.process.is_main_process:
-            self._check_folder(self._folder(trainer))
         if self._monitor is not None:
             self._monitor.start()
+        if not self._is_active:
+            return
+        if self.restore_best:
+            self._check_averages(trainer)
+        folder = (self.directory or trainer.run_directory / "checkpoints").absolute()
+        self._open_folder(trainer, folder)
+        others = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint) and each is not self]
+        self._store.siblings = [each._store for each in others]
+        self._store.begin(trainer, folder, state)
 
     def on_batch_end(self, trainer: TrainerView, task: TaskView, outputs: Any) -> None:
         # Not in `on_step`: the counters of batches and samples are up to date only here, where all processes come by,
@@ -156,157 +205,131 @@ class ModelCheckpoint(Callback):
             self._save_if_good(trainer, value, self._monitor.recorded_now(trainer, metrics))
         self._save_if_due(trainer)
 
+    def on_stop(self, trainer: TrainerView, task: TaskView) -> None:
+        if not self._is_active or not self._store.sees_end:
+            return
+        left = grace_left(trainer)
+        if left is None or not self.last:
+            self._store.save_at_end(trainer, is_due=self.interval.last)
+        else:
+            save_in_time(trainer, self._store, left)
+
     def on_fit_end(self, trainer: TrainerView, task: TaskView) -> None:
-        if self._is_active and (self.save_on_exception or trainer.error is None):
-            if self.interval.last and trainer.error is None:
-                self._save_newest(trainer)
-            self._save_last(trainer)
-        self._is_active = False
+        if not self._is_active:
+            return
+        if trainer.error is not None:
+            if self.save_on_exception and not self._is_of_peer(trainer.error):
+                self._store.save_at_end(trainer, is_due=False)
+        elif not self._store.sees_end:
+            self._store.save_at_end(trainer, is_due=self.interval.last)
+
+    def _is_of_peer(self, error: BaseException) -> bool:
+        """Whether only another process failed, whose state is lost: from the newest whole one all go on exactly."""
+        return isinstance(error, PeerFailedError) and self._store.sees_end
+
+    def on_saved(self, trainer: TrainerView, task: TaskView, path: Path) -> None:
+        if self._is_active:
+            self._store.on_saved(trainer, path)
+
+    def on_teardown(self, trainer: TrainerView, task: TaskView) -> None:
+        # The last event: what was being written in the background is whole by now.
+        was_active, self._is_active = self._is_active, False
+        claim, self._claim = self._claim, None
+        try:
+            if was_active and self.restore_best and trainer.error is None and trainer.signal is None:
+                self._load_best(trainer)
+        finally:
+            if claim is not None:
+                claim.release()
 
     def _save_if_due(self, trainer: TrainerView) -> None:
         if not self._is_active or trainer.error is not None or self._schedule is None:
             return
         if self._schedule.is_due(trainer.state):
-            self._save_newest(trainer)
-            self._save_last(trainer)
-
-    def _save_last(self, trainer: TrainerView) -> None:
-        step = trainer.state.step
-        if not self.last or step == self._last_step:  # written already, or nothing was trained yet
-            return
-        path = self._save(trainer, "last" + SUFFIX, self.last_path)
-        if path is not None:
-            self.last_path, self._last_step = path, step
-
-    def _save_newest(self, trainer: TrainerView) -> None:
-        is_new = not self._kept.files or self._kept.files[0].step != trainer.state.step
-        if self._keeps_newest and is_new and self._kept.accepts(None):
-            self._keep(trainer, None, {})
+            self._store.save_newest(trainer)
 
     def _save_if_good(self, trainer: TrainerView, value: float | None, metrics: Mapping[str, float]) -> None:
         if value is None:
             return
-        value = of_main_process(trainer, value, f"ModelCheckpoint: the value of {self.reads[0]}")
-        if self._kept.accepts(value):
-            self._keep(trainer, value, metrics)
+        own = [value, self._store.kept.accepts(value)]
+        value, accepted = of_main_process(trainer, own, f"ModelCheckpoint: the value of {self.reads[0]}")
+        self._store.save_scored(trainer, value, metrics, accepted=accepted)
 
-    def _keep(self, trainer: TrainerView, score: float | None, metrics: Mapping[str, float]) -> None:
-        name = self._name.format(trainer.state, metrics)
-        older = self._kept.files[0].path if self._name.is_fixed and self.top_k == 1 and self._kept.files else None
-        path = self._save(trainer, name, older)
-        if path is None:
-            return
-        for file in self._kept.add(SavedFile(path, trainer.state.step, score)):
-            self._own.remove(file.path, self._folder(trainer), unlinks=trainer.process.is_main_process)
+    def _open_folder(self, trainer: TrainerView, folder: Path) -> None:
+        """Fail before training what would otherwise fail at the first save. Collective.
 
-    def _save(self, trainer: TrainerView, name: str, older: Path | None) -> Path | None:
-        """Write the weights, in the place of an older file if it is this run's. Collective, unless the run is failing.
-
-        Returns:
-            The file; None where nothing was written, since a weight is not finite.
         Raises:
-            CheckpointError: on every process: the main one could not write.
+            CheckpointError: on every process: it can't be written to, or another run writes into it.
         """
-        is_main = trainer.process.is_main_process
-        if not is_main and trainer.error is not None:
-            return None  # who fails does not wait for others, and knows nothing of their files
         failure: CheckpointError | None = None
-        told: dict[str, str] = {}
-        if is_main:
+        if trainer.process.is_main_process:
             try:
-                told = self._write(trainer, self._path(trainer, name, older))
+                self._claim = self._claim_folder(trainer, folder)
             except CheckpointError as error:
-                failure, told = error, {"error": str(error)}
-        told = of_main_process(trainer, told, f"ModelCheckpoint: writing {name}")
-        if "error" in told:
-            raise failure or CheckpointError(told["error"])
-        if "path" not in told:
-            return None
-        path = Path(told["path"])
-        self._own.paths.add(path)
-        return path
+                failure = error
+        told = of_main_process(trainer, None if failure is None else str(failure), "ModelCheckpoint: its folder")
+        if told is not None:
+            raise failure or CheckpointError(told)
 
-    def _write(self, trainer: TrainerView, path: Path) -> dict[str, str]:
-        """Write the weights if they are finite. Local."""
-        bad = find_nonfinite_weight(trainer.unwrapped_model())
-        if bad is not None:
-            self._warn_of(bad, trainer.state.step)
-            return {}
-        try:
-            trainer.save_model(path)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"ModelCheckpoint could not write {str(path)!r} at step {trainer.state.step}: {error}. What was "
-                "written before is whole. Make room there, or choose another folder by directory=."
-            ) from error
-        return {"path": str(path)}
-
-    def _check_folder(self, folder: Path) -> None:
-        """Fail before training what would otherwise fail at the first save."""
+    def _claim_folder(self, trainer: TrainerView, folder: Path) -> FolderClaim | None:
+        """A claim of the folder, None where another callback of this run has it already. Local."""
         try:
             prove_writable(folder)
+            others = [each._claim for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
+            if any(each is not None and os.path.samefile(each.folder, folder) for each in others if folder.exists()):
+                return None
+            return FolderClaim(folder, trainer.run_id)
         except OSError as error:
             raise CheckpointError(
                 f"ModelCheckpoint can't write to the folder {str(folder)!r}: {error}. Make it writable, or choose "
                 "another one by directory=."
             ) from error
 
-    def _warn_of(self, weight: str, step: int) -> None:
-        if not self._has_warned:
-            self._has_warned = True
+    def _check_averages(self, trainer: TrainerView) -> None:
+        names = [
+            type(each).__name__
+            for each in trainer.callbacks
+            if type(each).evaluation_weights is not Callback.evaluation_weights
+        ]
+        if names and not self.save_weights_only:
+            raise ConfigError(
+                f"ModelCheckpoint(restore_best=True): validation sees the weights of {', '.join(names)}, and whole "
+                "states hold those of the training. Use save_weights_only=True, whose files hold what was validated."
+            )
+
+    def _load_best(self, trainer: TrainerView) -> None:
+        if self.best_path is not None:
+            load_weights(trainer.unwrapped_model(), self.best_path)
+        elif trainer.process.is_main_process:
             warnings.warn(
-                f"ModelCheckpoint: {weight!r} is not finite at step {step}; nothing is written as long as this lasts, "
-                "and the files of earlier steps stay. NaNGuard finds where it begins.",
+                f"ModelCheckpoint(restore_best=True): {self.reads[0]} had no finite value, so that there is no best "
+                "one; the newest weights stay.",
                 stacklevel=2,
             )
 
-    def _path(self, trainer: TrainerView, name: str, older: Path | None) -> Path:
-        """Where a file goes: in the place of its older one, or where no file is."""
-        folder = self._folder(trainer)
-        return older if older is not None and self._own.has(older, folder) else self._own.free_path(folder, name)
-
-    def _folder(self, trainer: TrainerView) -> Path:
-        return (self.directory or trainer.run_directory / "checkpoints").absolute()
-
     def state_dict(self) -> dict[str, Any]:
+        monitor = self._monitor
         return {
-            "kept": self._kept.state_dict(),
-            "written": sorted(map(str, self._own.paths)),
-            "last_path": None if self.last_path is None else str(self.last_path),
-            "monitor": None if self._monitor is None else self._monitor.state_dict(),
+            "store": self._store.state_dict(),
+            "watched": None if monitor is None else [monitor.name, monitor.mode],
+            "monitor": None if monitor is None else monitor.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._begin()
-        for file in self._kept.load_state_dict(state["kept"]):
-            warnings.warn(f"ModelCheckpoint: {str(file.path)!r} of step {file.step} is gone.", stacklevel=2)
-        self._own.paths = {Path(path) for path in state["written"]}
-        self.last_path = None if state["last_path"] is None else Path(state["last_path"])
-        if self._monitor is not None and state["monitor"] is not None:
+        own = self.state_dict()
+        if state["watched"] != own["watched"] or state["store"]["kind"] != own["store"]["kind"]:
+            now, before = (f"{each['store']['kind']} by {each['watched']}" for each in (own, state))
+            warnings.warn(
+                f"ModelCheckpoint: the earlier leg kept {before}, and this one keeps {now}. It begins a new list; what "
+                "the earlier one kept stays.",
+                stacklevel=2,
+            )
+            return
+        if self._monitor is not None:
             self._monitor.load_state_dict(state["monitor"])
-        self._is_restored = True
+        self._restored = state["store"]
 
 
 def _steps_due(trainer: TrainerView) -> int:
     """The optimizer steps that were due so far, applied or not."""
     return trainer.state.step + trainer.state.skipped_steps
-
-
-def _read_directory(directory: str | Path | None) -> Path | None:
-    if directory is None:
-        return None
-    if not isinstance(directory, (str, os.PathLike)) or not str(directory):
-        raise ConfigError(
-            f"ModelCheckpoint(directory={directory!r}). Expected the path of a folder; leave it out for `checkpoints` "
-            "in the run's directory."
-        )
-    return Path(directory)
-
-
-def _file_name(template: str | None, monitor: str | None, top_k: int) -> FileName:
-    if template is not None and (not isinstance(template, str) or not template):
-        raise ConfigError(f"ModelCheckpoint(filename={template!r}). Expected a text, such as '{{epoch}}-{{step}}'.")
-    if template is None and monitor is not None and top_k != 1:
-        return FileName.of_metric(monitor)
-    template = template or ("{step}" if monitor is None else "best")
-    return FileName(template, metrics_allowed=monitor is not None, option="ModelCheckpoint(filename)")

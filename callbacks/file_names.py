@@ -13,17 +13,23 @@ SUFFIX = ".safetensors"
 
 
 class FileName:
-    """A template such as `"{epoch}-{val/loss:.2f}"`, which gives `epoch=2-val_loss=0.10.safetensors`.
+    """A template such as `"{epoch}-{val/loss:.2f}"`, which gives `epoch=2-val_loss=0.10`, and the suffix of files.
 
     Each field is written as `name=value`. It names a counter of the run or a metric; what can't stand in a file name is
     replaced by `_`, so that no metric's name makes a folder.
 
+    Args:
+        template: text with fields.
+        metrics_allowed: whether fields may name metrics.
+        option: the argument's name, for errors.
+        suffix: the end of each name.
     Raises:
         ConfigError: the template can't be read, names a folder, or, with `metrics_allowed=False`, names a metric.
     """
 
-    def __init__(self, template: str, *, metrics_allowed: bool, option: str) -> None:
+    def __init__(self, template: str, *, metrics_allowed: bool, option: str, suffix: str = SUFFIX) -> None:
         self._option = f"{option}={template!r}"
+        self._suffix = suffix
         try:
             self._parts = list(string.Formatter().parse(template.removesuffix(SUFFIX)))
         except ValueError as error:
@@ -53,8 +59,13 @@ class FileName:
         """Whether it has no fields, so that every file gets the same name."""
         return all(field is None for _, field, _, _ in self._parts)
 
+    @property
+    def has_metrics(self) -> bool:
+        """Whether it names a metric, so that a save needs a new value of it."""
+        return any(field is not None and field not in COUNTERS for _, field, _, _ in self._parts)
+
     def format(self, state: RunState, metrics: Mapping[str, float]) -> str:
-        """The name with its ending.
+        """The name with its suffix.
 
         Args:
             state: the counters.
@@ -71,7 +82,7 @@ class FileName:
             if field not in values:
                 raise MetricError(f"{self._option}: {field!r} has no new value at this save. {suggest(field, values)}")
             name += f"{_clean(field)}={_formatted(values[field], spec or '', self._option)}"
-        return name + SUFFIX
+        return name + self._suffix
 
 
 def _formatted(value: float, spec: str, option: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..distributed.errors import ConfigError, suggest
+from ..distributed.errors import ConfigError, check_boolean, suggest
 from ..strategies.outcome import StepOutcome
 from .bus import EVENTS, Event, Handler
 from .callback import Callback
@@ -60,6 +60,8 @@ class FilteredFunction:
     """Only while the count is above this."""
     when: Callable[..., bool] | None = None
     """A predicate over the event's own arguments."""
+    steers: bool = True
+    """Whether it may skip a batch or a step, end the epoch, or stop the run; see `Callback.steers`."""
     _fired: int = 0
     _is_spent: bool = False
     _schedule: Schedule | None = None
@@ -68,6 +70,7 @@ class FilteredFunction:
 
     def __post_init__(self) -> None:
         self._check_functions()
+        check_boolean("trainer.on(steers)", self.steers)
         for option in ("every", "once", "before", "after"):
             value = getattr(self, option)
             is_count = isinstance(value, int) and not isinstance(value, bool)

@@ -1,52 +1,66 @@
-"""Which of the files that a run wrote are kept."""
+"""Which of the checkpoints that a run wrote are kept."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from .monitor import Monitor
 
 
 @dataclass(frozen=True, slots=True)
 class SavedFile:
-    """One file of weights."""
+    """One checkpoint: a file of weights, or the folder of a whole state."""
 
     path: Path
     step: int
     """Optimizer steps applied when it was written."""
     score: float | None
-    """The value of the monitored metric that these weights reached, None without a monitor."""
+    """The value of the monitored metric that its weights reached, None where it has none."""
 
 
 class KeptFiles:
-    """The best files by their score, or without a monitor the newest ones.
+    """The best checkpoints by their score, or without a monitor the newest ones.
 
     Of equal scores the earlier is the better. A score that is NaN or infinite comes after all others.
 
     Args:
-        limit: how many are kept, -1 for all.
+        limit: how many of the best are kept, -1 for all.
         monitor: says which score is better; None: newer is better.
+        keeps_newest: whether the one that was added last stays beside them.
     """
 
-    def __init__(self, limit: int, monitor: Monitor | None) -> None:
+    def __init__(self, limit: int, monitor: Monitor | None, *, keeps_newest: bool = False) -> None:
         self._limit = limit
         self._monitor = monitor
+        self._keeps_newest = keeps_newest
         self.files: list[SavedFile] = []
         """The best first."""
+        self.newest: SavedFile | None = None
+        """The one that was added last, where it stays."""
+
+    @property
+    def all(self) -> list[SavedFile]:
+        """All that are kept, each once: the best first, then the newest."""
+        is_beside = self.newest is not None and self.newest not in self.files
+        return [*self.files, self.newest] if is_beside and self.newest is not None else list(self.files)
 
     @property
     def best(self) -> SavedFile | None:
-        """The file of the best finite score, None before there is one and without a monitor."""
+        """The one of the best finite score, None before there is one and without a monitor."""
         if not self.files or self.files[0].score is None or not math.isfinite(self.files[0].score):
             return None
         return self.files[0]
 
+    def copy(self) -> KeptFiles:
+        """The same list, to be changed by itself."""
+        other = KeptFiles(self._limit, self._monitor, keeps_newest=self._keeps_newest)
+        other.files, other.newest = list(self.files), self.newest
+        return other
+
     def accepts(self, score: float | None) -> bool:
-        """Whether a file of that score, written now, would be kept."""
+        """Whether one of that score, written now, would be among the best."""
         if self._limit == -1 or score is None:
             return self._limit != 0
         if not math.isfinite(score):
@@ -54,14 +68,16 @@ class KeptFiles:
         return len(self.files) < self._limit or self._rank_of(score) < self._rank(self.files[-1])[:2]
 
     def add(self, saved: SavedFile) -> list[SavedFile]:
-        """Take in a file that is whole on the disk. Returns those that are no longer kept."""
-        files = [file for file in self.files if file.path != saved.path]  # one that it replaced
-        self.files = sorted([*files, saved], key=self._rank)
-        if self._limit == -1:
-            return []
-        dropped = self.files[self._limit :]
-        self.files = self.files[: self._limit]
-        return dropped
+        """Take in one that is whole on the disk. Returns those that are no longer kept."""
+        before = [file for file in self.all if file.path != saved.path]  # without one that it replaced
+        files = [file for file in self.files if file.path != saved.path]
+        if self._monitor is None or saved.score is not None:
+            files = sorted([*files, saved], key=self._rank)
+        self.files = files if self._limit == -1 else files[: self._limit]
+        if self._keeps_newest:
+            self.newest = saved
+        kept = self.all
+        return [file for file in [*before, saved] if file not in kept]
 
     def _rank(self, file: SavedFile) -> tuple[bool, float, int]:
         if file.score is None:
@@ -72,13 +88,3 @@ class KeptFiles:
         if not math.isfinite(score):
             return (True, 0.0)
         return (False, -score if self._monitor is not None and self._monitor.mode == "max" else score)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-        return {"files": [{"path": str(f.path), "step": f.step, "score": f.score} for f in self.files]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[SavedFile]:
-        """Take back what `state_dict` gave, as far as the files exist. Returns those that don't."""
-        files = [SavedFile(Path(f["path"]), f["step"], f["score"]) for f in state["files"]]
-        self.files = [file for file in files if file.path.is_file()]
-        return [file for file in files if file not in self.files]

@@ -15,6 +15,7 @@ from ..checkpoint.finite import all_finite, find_nonfinite_weight, nonfinite_nam
 from ..data.sizes import AmbiguousBatchSizeError, find_batch_size
 from ..distributed.nested import named_tensors
 from ..distributed.random import preserved_random_state
+from .unlogged import unlogged
 
 if TYPE_CHECKING:
     from .view import TaskView, TrainerView
@@ -145,12 +146,10 @@ def _without_trace(trainer: TrainerView, task: Any) -> Iterator[None]:
     """Random states and buffers are put back, nothing is logged, no graph is built, and the compiler stands aside."""
     buffers = Buffers(task)
     buffers.keep(0)
-    task.__dict__["log"] = lambda *values, **options: None
     try:
-        with preserved_random_state(trainer.device), torch.no_grad(), _uncompiled():
+        with unlogged(task), preserved_random_state(trainer.device), torch.no_grad(), _uncompiled():
             yield
     finally:
-        del task.__dict__["log"]
         buffers.put_back()
 
 

@@ -1,43 +1,58 @@
-"""Which files a run wrote itself, so that it touches no others."""
+"""Which files and folders a run wrote itself, so that it touches no others."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Container
 from pathlib import Path
 
+from ..distributed.atomic import remove_folder
 from ..distributed.paths import free_path
 
 
 class OwnFiles:
-    """The files that a run wrote. It replaces and removes none but those, and only in the folder that it writes to now.
+    """What a run wrote. It replaces and removes nothing but that, and only in the folder that it writes to now.
 
     So what another run left in the same folder stays, and after a resume elsewhere so does the older folder.
 
     Args:
         owner: the callback's name, for warnings.
+        suffix: the end of the names that a number stands before; `""` for folders.
     """
 
-    def __init__(self, owner: str) -> None:
+    def __init__(self, owner: str, suffix: str) -> None:
         self._owner = owner
+        self._suffix = suffix
         self.paths: set[Path] = set()
         """Those that were written and not removed."""
 
     def has(self, path: Path | None, folder: Path) -> bool:
-        """Whether this run wrote the file, into this folder."""
+        """Whether this run wrote it, into this folder."""
         return path in self.paths and path is not None and path.parent == folder
 
-    def free_path(self, folder: Path, name: str) -> Path:
-        """A path in the folder that no file has; `-v2` and so on is put behind a name that is taken."""
-        path = free_path(folder / name, mark="-v")
-        if path.name != name and folder / name not in self.paths:
+    def free_path(self, folder: Path, name: str, *, taken: Container[Path] = ()) -> Path:
+        """A path in the folder that nothing has; `-v2` and so on is put behind a name that is taken.
+
+        Args:
+            folder: where.
+            name: what it is to be called.
+            taken: paths that something will have soon.
+        """
+        path = free_path(
+            folder / name, is_taken=lambda path: path.exists() or path in taken, mark="-v", suffix=self._suffix
+        )
+        if path.name != name and folder / name not in self.paths and folder / name not in taken:
             warnings.warn(
-                f"{self._owner}: {str(folder / name)!r} is of another run; this one writes {path.name!r}.", stacklevel=2
+                f"{self._owner}: {str(folder / name)!r} is there already, and stays; this run writes {path.name!r}.",
+                stacklevel=2,
             )
         return path
 
     def remove(self, path: Path, folder: Path, *, unlinks: bool = True) -> None:
-        """Remove a file, if it is one of these; with `unlinks=False` another process removes it from the disk."""
+        """Remove it if it is one of these; with `unlinks=False` another process removes it from the disk."""
         if self.has(path, folder):
-            if unlinks:
+            if unlinks and path.is_dir():
+                remove_folder(path)
+            elif unlinks:
                 path.unlink(missing_ok=True)
             self.paths.discard(path)

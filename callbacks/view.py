@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +22,7 @@ class TaskView(Protocol):
     """The task, as callbacks see it: a module that can log."""
 
     training: bool
+    automatic_optimization: bool
 
     def log(self, name: str, value: Any, **options: Any) -> None: ...
 
@@ -130,6 +131,12 @@ class TrainerView(Protocol):
         """The task's `training_step` in the run's precision. Fires no event. Local: past the strategy's wrapper."""
         ...
 
+    def training_batches(self) -> Iterator[Any]:
+        """One more pass over this process's training batches, on the device; it leaves no trace. Collective where the
+        loader is dispatched, or shuffles by a generator that processes share.
+        """
+        ...
+
     def log(self, name: str, value: Any, **options: Any) -> None:
         """As `task.log`; for callbacks."""
         ...
@@ -140,6 +147,43 @@ class TrainerView(Protocol):
 
     def save_model(self, path: str | Path) -> Path:
         """Write the model's weights as safetensors, whole or not at all. Local: only the main process writes."""
+        ...
+
+    def save_state(
+        self, path: str | Path, *, scores: Sequence[Mapping[str, Any]] = (), asynchronous: bool | None = None
+    ) -> Path:
+        """Keep the whole state in a checkpoint, at the end of this step boundary; `on_saved` tells when it is whole.
+        Collective. Where an exception is ending the run, at once, by the main process alone.
+        """
+        ...
+
+    def withdraw_save(self, path: str | Path) -> bool:
+        """Take back a checkpoint that was asked for. Returns whether it was still possible. Collective."""
+        ...
+
+    @property
+    def run_id(self) -> str:
+        """What tells this run from others, over all its legs."""
+        ...
+
+    @property
+    def signal(self) -> str | None:
+        """The signal that asked for the end of the run, such as "SIGTERM"; None while none has."""
+        ...
+
+    @property
+    def signal_seconds(self) -> float | None:
+        """How long ago this process learned of that signal, None while there is none. Local."""
+        ...
+
+    @property
+    def save_seconds(self) -> float | None:
+        """How long the newest checkpoint took until it was whole, None before the first."""
+        ...
+
+    @property
+    def resumed_step(self) -> int | None:
+        """The step behind which this leg of the run goes on, None if it began anew."""
         ...
 
     def unwrapped_model(self) -> nn.Module:

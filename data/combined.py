@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 from ..distributed.errors import ConfigError, DataError, suggest
-from .samplers import epoch_listeners
+from .samplers import epoch_listeners, index_source, parts_of_loader
 from .sizes import loader_length
+from .skipping import batches_from, discard, reads_by_index
+from .starting import begins_anywhere
 
 Mode: TypeAlias = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 
@@ -61,17 +63,50 @@ class CombinedLoader:
                 listener.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.mode == "sequential":
-            for loader in self.loaders:
-                yield from loader
-            return
-        iterators = [iter(loader) for loader in self.loaders]
+        return self.iterate_from(0)
+
+    def iterate_from(self, num_skipped: int) -> Iterator[Any]:
+        """The items behind the first `num_skipped` ones. Loaders that work by indices load nothing for those."""
+        return self._one_by_one(num_skipped) if self.mode == "sequential" else self._together(num_skipped)
+
+    def _one_by_one(self, num_skipped: int) -> Iterator[Any]:
+        for loader in self.loaders:
+            if reads_by_index(loader):
+                yield from batches_from(loader, num_skipped)
+                num_skipped = max(num_skipped - len(loader), 0)  # type: ignore[arg-type]
+            else:
+                iterator = iter(loader)
+                num_skipped -= discard(iterator, num_skipped)
+                yield from iterator
+
+    def _together(self, num_skipped: int) -> Iterator[Any]:
+        iterators: list[Iterator[Any]] = [iter(())] * len(self.loaders)
         ended = [False] * len(iterators)
+        for index in range(len(iterators)):
+            self._begin(index, num_skipped, iterators, ended)
         while True:
             batches = [self._next(index, iterators, ended) for index in range(len(iterators))]
             if all(ended) or (self.mode == "min_size" and any(ended)):
                 return
             yield batches if self._names is None else dict(zip(self._names, batches, strict=True))
+
+    def _begin(self, index: int, num_skipped: int, iterators: list[Iterator[Any]], ended: list[bool]) -> None:
+        """Begin to read a loader behind the batches that it gave to the first `num_skipped` items."""
+        loader: Any = self.loaders[index]
+        length = len(loader) if num_skipped and reads_by_index(loader) else 0
+        if 0 < length < num_skipped and self.mode == "max_size_cycle" and begins_anywhere(index_source(loader)[1]):
+            rounds = (num_skipped - 1) // length
+            for part in parts_of_loader(loader):
+                if hasattr(part, "num_given"):  # numbers go on where a loader is begun again
+                    part.num_given = rounds * length
+            ended[index] = True
+            num_skipped -= rounds * length
+        if num_skipped == 0 or (length and (num_skipped <= length or self.mode != "max_size_cycle")):
+            iterators[index] = batches_from(loader, num_skipped)
+            return
+        iterators[index] = iter(loader)
+        for _ in range(num_skipped):
+            self._next(index, iterators, ended)
 
     def _next(self, index: int, iterators: list[Iterator[Any]], ended: list[bool]) -> Any:
         batch = next(iterators[index], _END)

@@ -27,9 +27,14 @@ class DataLoaderConfiguration:
     0 counts.
     """
     non_blocking: bool = False
-    """Let copies to the device go on in the background where the memory is pinned; pinned loaders do so anyway."""
+    """Don't wait for copies to the device out of pinned memory; with loaders that pin it this is always so."""
     use_stateful_dataloader: bool = False
     """Make each `DataLoader` one of torchdata's `StatefulDataLoader`, whose position is saved and restored."""
+    seed_batches: bool | None = None
+    """What the data draws (datasets, transforms, collate functions, samplers) is decided by (seed, epoch, batch),
+    whatever the number of workers and wherever a run was resumed, and the training's random states are left alone. The
+    seed is `data_seed`; without one torch's initial seed, that of process 0. None: True in the Trainer, else False.
+    """
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -37,7 +42,7 @@ class DataLoaderConfiguration:
             if field.name == "data_seed":
                 if value is not None:
                     check_integer("DataLoaderConfiguration.data_seed", value, 0)
-            elif not (field.name == "dispatch_batches" and value is None):
+            elif not (field.name in ("dispatch_batches", "seed_batches") and value is None):
                 check_boolean(f"DataLoaderConfiguration.{field.name}", value)
         if self.data_seed is not None and self.data_seed >= 2**64:
             raise ConfigError(f"DataLoaderConfiguration.data_seed={self.data_seed}. Expected an integer below 2**64.")

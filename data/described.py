@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..distributed.errors import ConfigError
+from .around import own_sampler
 from .counting import CountingCollate
 from .epochs import own_dataset
 from .rounds import Dealer
@@ -51,7 +52,7 @@ class LoaderAround:
     @property
     def splits_batches(self) -> bool:
         """Whether the wrapped loader's batch size is that of all processes together."""
-        return bool(getattr(self.dealer, "split_batches", False))
+        return self.dealer is not None and self.dealer.split_batches
 
     @property
     def is_even(self) -> bool:
@@ -61,7 +62,7 @@ class LoaderAround:
     @property
     def even_batches(self) -> bool | None:
         """Whether the last round is completed, so that each process gets as many batches; None where that is fixed."""
-        return getattr(self.dealer, "even_batches", None)
+        return None if self.dealer is None else self.dealer.even_batches
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
@@ -81,12 +82,12 @@ class LoaderAround:
     @property
     def sampler(self) -> Any:
         """The wrapped loader's sampler."""
-        return self._option("sampler")
+        return own_sampler(self._option("sampler"))
 
     @property
     def batch_sampler(self) -> Any:
         """The wrapped loader's batch sampler."""
-        return self._option("batch_sampler")
+        return own_sampler(self._option("batch_sampler"))
 
     @property
     def drop_last(self) -> bool:
@@ -133,6 +134,9 @@ class LoaderAround:
         return -1 if samples is None else samples % size
 
     def _option(self, name: str) -> Any:
-        found = getattr(self.loader, name, None)
-        inner = getattr(self.loader, "loader", None)  # of a dealt or dispatched loader
-        return found if found is not None or inner is None else getattr(inner, name, None)
+        loader: Any = self.loader
+        while loader is not None:
+            if (found := getattr(loader, name, None)) is not None:
+                return found
+            loader = getattr(loader, "loader", None)  # of a dealt or dispatched loader
+        return None

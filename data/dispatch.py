@@ -17,9 +17,12 @@ from ..distributed.exchange import broadcast_encoded
 from ..distributed.nested import recursively_apply
 from ..distributed.slots import control_device
 from ..distributed.watch import collective
+from .dealing import LoaderDealer
 from .joining import SliceFunction, can_be_joined, parts_of, samples_in
-from .rounds import completed, num_dealt
+from .rounds import completed
 from .sizes import find_batch_size
+from .skipping import opened_at, reads_by_index
+from .stateful import put_state, state_of
 
 _END = object()
 _OPERATION = "handing out a batch"
@@ -42,7 +45,7 @@ class _Message(NamedTuple):
     error: str | None = None
 
 
-class DispatchedLoader:
+class DispatchedLoader(LoaderDealer):
     """One process's batches of a loader that the main process alone reads. Iterating it is collective.
 
     Rounds are dealt by whole batches; the last one, if its batches are not as long as the others, is joined, filled up
@@ -58,8 +61,6 @@ class DispatchedLoader:
         pins: whether received batches are put into pinned memory.
     """
 
-    is_even = True
-
     def __init__(
         self,
         loader: Iterable[Any],
@@ -71,53 +72,63 @@ class DispatchedLoader:
         slice_fn: SliceFunction | None = None,
         pins: bool = False,
     ) -> None:
-        self.loader = loader
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.drop_last = drop_last
+        super().__init__(
+            loader,
+            num_processes,
+            process_index,
+            split_batches=split_batches,
+            even_batches=None,
+            drop_last=drop_last,
+        )
         self.slice_fn = slice_fn
         self.pins = pins
-        self.real_samples = -1
-        """Samples in the last round over all processes, without those that fill it up; -1 while it is not known."""
         self._position: Any = None
         """The loader's state after the last round that was handed out, where it is stateful."""
+        self._first_round: list[Any] = []
+        """That of the next pass, where it goes on in the middle of one."""
 
     @property
-    def dataset(self) -> Any:
-        """The loader's dataset. Raises AttributeError where it has none."""
-        return self.loader.dataset  # type: ignore[attr-defined]
-
-    def __len__(self) -> int:
-        """Batches that each process gets. Raises TypeError where the loader has no length."""
-        total = len(self.loader)  # type: ignore[arg-type]
-        if self.split_batches:
-            return total
-        return num_dealt(total, self.num_processes, self.process_index, drop_last=self.drop_last, even_batches=True)
+    def is_even(self) -> bool:
+        """Each round gives every process a batch."""
+        return True
 
     def __iter__(self) -> Iterator[Any]:
         return self.iterate_from(0)
 
     def iterate_from(self, num_skipped: int) -> Iterator[Any]:
-        """A pass that begins `num_skipped` batches of each process later; they are read, but not sent. Collective."""
+        """A pass behind its first `num_skipped` batches of each process, which are not sent. Collective."""
         self.real_samples = -1
         return self._hand_out(num_skipped) if self.process_index == 0 else self._receive()
+
+    def keep_first_round(self, state: Any) -> None:
+        """Read the first round of a pass again, since the last one of the next pass may be completed from it. Local.
+
+        Args:
+            state: of the loader before that pass; None: it is as it was.
+        """
+        if self.process_index or self.drop_last:
+            return
+        if state is not None:
+            put_state(self.loader, state)
+        size = 1 if self.split_batches else self.num_processes
+        found = list(islice(iter(self.loader), size))
+        self._first_round = found or list(islice(iter(self.loader), size))  # the state may say that nothing is left
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last round that was handed out; empty except on the main process. Local."""
         if self.process_index:
             return {}
-        state: dict[str, Any] = self.loader.state_dict() if self._position is None else self._position  # type: ignore[attr-defined]
+        state: dict[str, Any] = state_of(self.loader) if self._position is None else self._position
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the round that the state was saved at, in the next pass. Local."""
         self._position = None
         if self.process_index == 0:
-            self.loader.load_state_dict(state)  # type: ignore[attr-defined]
+            put_state(self.loader, state)
 
     def _hand_out(self, num_skipped: int) -> Iterator[Any]:
-        rounds = islice(self._rounds(), num_skipped, None)
+        rounds = self._rounds(num_skipped)
         while True:
             try:
                 parts, real_samples = next(rounds, (None, 0))
@@ -142,22 +153,23 @@ class DispatchedLoader:
             self.real_samples = message.real_samples
             yield _received(message.batches[self.process_index], self.pins)
 
-    def _rounds(self) -> Iterator[tuple[list[Any], int]]:
+    def _rounds(self, num_skipped: int) -> Iterator[tuple[list[Any], int]]:
         """Each process's batch and the number of real samples, round by round. One batch is read ahead."""
-        iterator = iter(self.loader)
         per_round = 1 if self.split_batches else self.num_processes
-        first: list[Any] = []
+        first, iterator = opened_at(self.loader, num_skipped * per_round, per_round)
+        first, self._first_round = self._first_round or first, []
+        is_copy = num_skipped > 0 and reads_by_index(self.loader)  # the loader itself is nowhere then
         ahead = next(iterator, _END)
         while ahead is not _END:
             batches = [ahead, *islice(iterator, per_round - 1)]
             is_full = len(batches) == per_round
             if self.drop_last and not is_full:
                 return
-            position = self._read_position()
+            position = None if is_copy else state_of(self.loader)
             ahead = next(iterator, _END) if is_full else _END
             first = first or batches
             parts = self._parts(batches, first, is_last=ahead is _END)
-            self._position = position if ahead is not _END else self._read_position()
+            self._position = position if ahead is not _END or is_copy else state_of(self.loader)
             yield parts
 
     def _parts(self, batches: list[Any], first: list[Any], *, is_last: bool) -> tuple[list[Any], int]:
@@ -171,10 +183,6 @@ class DispatchedLoader:
         if not can_be_joined([*batches, *first]) or (is_full and len({find_batch_size(b) for b in batches}) == 1):
             return completed(batches, first, count), samples_in(batches)
         return parts_of(batches, first, count)
-
-    def _read_position(self) -> Any:
-        read = getattr(self.loader, "state_dict", None)
-        return read() if callable(read) else None
 
 
 def _say(message: bytes) -> None:

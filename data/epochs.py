@@ -1,8 +1,7 @@
-"""What worker processes are told: which epoch it is, and which random numbers are theirs."""
+"""What worker processes are told: which epoch it is, and which dataset is theirs."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,39 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from .around import DatasetAround
 from .shards import IterableDatasetShard
-
-
-class WorkerSeeds:
-    """A generator that a loader draws its workers' seeds from: by (seed, epoch, process, loader) alone. Local.
-
-    Args:
-        seed: the run's.
-        process_index: so that no two processes' workers draw the same numbers.
-        ordinal: so that the workers of no two loaders do.
-    """
-
-    def __init__(self, seed: int, process_index: int, *, ordinal: int = 0) -> None:
-        self.seed = seed
-        self.process_index = process_index
-        self.ordinal = ordinal
-        self.generator = torch.Generator()
-        self.replaced: list[torch.Generator | None] = []
-        """What the loaders that draw from this generator drew from before; None: from torch's own random state."""
-        self.set_epoch(0)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the seeds of the next pass."""
-        text = f"{self.seed}/{epoch}/{self.process_index}/{self.ordinal}".encode()
-        self.generator.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
-
-    def keep_pace(self) -> None:
-        """Draw at the start of a pass what those loaders drew there.
-
-        So what is drawn afterwards (a sampler's order, dropout, ...) is the same as in one process.
-        """
-        for generator in self.replaced:
-            torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
 class _EpochInSharedMemory:
@@ -120,7 +88,7 @@ class WorkerStart:
 
 def own_dataset(dataset: Any) -> Any:
     """The user's dataset, without what was put around it here."""
-    while isinstance(dataset, TELLERS):
+    while isinstance(dataset, (DatasetAround, *TELLERS)):
         dataset = dataset.dataset
     return dataset
 

@@ -18,18 +18,21 @@ from .configuration import DataLoaderConfiguration
 from .counting import CountingCollate
 from .dealing import DealtLoader
 from .dispatch import DispatchedLoader
-from .epochs import ToldDataset, ToldIterableDataset, WorkerSeeds, WorkerStart
+from .drawing import reads_here, sampler_may_draw
+from .epochs import ToldDataset, ToldIterableDataset, WorkerStart
 from .joining import SliceFunction
 from .loader import PreparedLoader
 from .rounds import Dealer, check_split
 from .samplers import index_source, seed_of, shuffles, with_options, with_seedable_sampler
-from .shards import BatchSamplerShard, DealtSampler, IterableDatasetShard
+from .seeded import SeededStream, seeded
+from .seeding import DataSeeds
+from .shards import BatchSamplerShard, DealtSampler, IterableDatasetShard, NativeShard
 from .sizes import loader_length
 from .stateful import as_stateful
 
 
-class Place(Protocol):
-    """A process among others."""
+class ProcessLike(Protocol):
+    """A process among others: its state, or a strategy's stand-in for one."""
 
     num_processes: int
     process_index: int
@@ -53,17 +56,10 @@ class Presharded:
         return len(self.loader)  # type: ignore[arg-type]
 
 
-class NativeShard:
-    """Says of a dataset that shards itself that its shards may differ in length."""
-
-    is_even = False
-    real_samples = -1
-
-
 def prepare_loader(
     loader: Iterable[Any],
     *,
-    process: Place,
+    process: ProcessLike,
     configuration: DataLoaderConfiguration,
     device: torch.device | None,
     active: list[PreparedLoader],
@@ -103,7 +99,7 @@ def prepare_loader(
         slice_fn=slice_fn_for_dispatch,
     )
     ready = preparing.ready(loader)
-    shared, dealer = (ready, None) if process.num_processes == 1 else preparing.share(ready)
+    shared, dealer = (preparing.seeded(ready), None) if process.num_processes == 1 else preparing.share(ready)
     prepared = PreparedLoader(
         shared,
         device=device,
@@ -113,7 +109,8 @@ def prepare_loader(
         dealer=dealer,
     )
     prepared.shared_generators = preparing.generators
-    prepared.worker_seeds = preparing.worker_seeds
+    prepared.seeds = preparing.seeds
+    prepared.reads_apart = preparing.seeds is not None and preparing.seeds.by_batch and reads_here(shared)
     return prepared
 
 
@@ -131,7 +128,18 @@ class _Preparing:
     slice_fn: SliceFunction | None
     generators: list[torch.Generator] = field(default_factory=list)
     """Found by `ready`, as the seeds are: those whose state processes have to share before each pass."""
-    worker_seeds: WorkerSeeds | None = None
+    seeds: DataSeeds | None = None
+
+    def __post_init__(self) -> None:
+        by_batch = bool(self.configuration.seed_batches)
+        if not by_batch and self.count == 1:
+            return
+        seed = self.configuration.data_seed
+        if seed is None:
+            seed = torch.initial_seed()
+            if by_batch and self.count > 1:
+                seed = exchange(seed, "agreeing on the seed of a loader's data")[0]
+        self.seeds = DataSeeds(seed, self.index, ordinal=self.ordinal, by_batch=by_batch)
 
     def ready(self, loader: Any, dispatches: bool | None = None) -> Any:
         """The loader as it is shared: shuffling alike on all processes, with workers that are told the epoch.
@@ -146,31 +154,25 @@ class _Preparing:
             parts = [self.ready(part, dispatches) for part in loader.loaders]
             is_same = all(part is own for part, own in zip(parts, loader.loaders, strict=True))
             return loader if is_same else loader.with_loaders(parts)
+        if isinstance(loader, Presharded) and self._draws_by_batch:
+            return Presharded(self._with_own_seeds(loader.loader))
         if not isinstance(loader, DataLoader):
             return loader
         if self.count > 1:
             _refuse_dealt_samples(loader)
         if shuffles(loader) and self.configuration.use_seedable_sampler:
             loader = with_seedable_sampler(loader, self._agreed_seed(loader))
-        elif self.count > 1 and not dispatches:
+        elif self.count > 1 and not dispatches and not self._orders_by_seed(loader):
             loader, generator = drawing_alike(loader, torch.initial_seed() + self.ordinal)
             self.generators += [] if generator is None else [generator]
         loader = _with_told_workers(loader)
-        if self.count > 1:
-            if self.worker_seeds is None:
-                seed = self.configuration.data_seed
-                self.worker_seeds = WorkerSeeds(
-                    torch.initial_seed() if seed is None else seed, self.index, ordinal=self.ordinal
-                )
-            # Where the main process reads for all, the loader's own generator is its sampler's alone, as in Accelerate.
-            self.worker_seeds.replaced.append(None if dispatches else loader.generator)
-            loader = with_options(loader, generator=self.worker_seeds.generator)
+        loader = self._with_own_seeds(loader, dispatches)
         return as_stateful(loader) if self.configuration.use_stateful_dataloader else loader
 
     def share(self, loader: Any) -> tuple[Any, Dealer]:
         """This process's share of the loader, and what deals it."""
         if isinstance(loader, Presharded):
-            return loader.loader, NativeShard()
+            return self.seeded(loader.loader, shared=True), NativeShard(self.count, self.index)
         is_loader = isinstance(loader, DataLoader)
         is_stream = _is_stream(loader)
         if self.exact:
@@ -185,11 +187,11 @@ class _Preparing:
     def _share_exactly(self, loader: Any, *, by_index: bool) -> tuple[Any, Dealer]:
         """Whole batches in turn, or their indices."""
         if not by_index:
-            dealt = DealtLoader(loader, self.count, self.index, even_batches=False)
+            dealt = DealtLoader(self.seeded(loader), self.count, self.index, even_batches=False)
             return dealt, dealt
         name, sampler = index_source(loader)
         shard = DealtSampler(sampler, self.count, self.index)
-        return with_options(loader, **{name: shard}), shard
+        return self.seeded(with_options(loader, **{name: shard}), shared=True), shard
 
     def _sharded(self, loader: DataLoader[Any]) -> tuple[Any, Dealer]:
         """A map-style loader whose indices are shared."""
@@ -197,7 +199,7 @@ class _Preparing:
         shard = BatchSamplerShard(
             sampler, self.count, self.index, self.configuration.split_batches, self.configuration.even_batches
         )
-        return with_options(loader, **{name: shard}), shard
+        return self.seeded(with_options(loader, **{name: shard}), shared=True), shard
 
     def _sharded_stream(self, loader: DataLoader[Any]) -> tuple[Any, Dealer]:
         """A loader of an iterable dataset, of which each process reads all, or its own part where it has parts."""
@@ -205,7 +207,8 @@ class _Preparing:
         assert size is not None
         if not split and _num_shards(loader.dataset) >= self.count:
             part = loader.dataset.shard(self.count, self.index)  # type: ignore[attr-defined]
-            return with_options(loader, dataset=part), NativeShard()
+            return self.seeded(with_options(loader, dataset=part), shared=True), NativeShard(self.count, self.index)
+        loader = self.seeded(loader)
         shard = IterableDatasetShard(
             loader.dataset,
             size,
@@ -217,7 +220,7 @@ class _Preparing:
         )
         size = size // self.count if split else size
         batches = BatchSampler(loader.sampler, size, loader.drop_last)
-        collate = CountingCollate(loader.collate_fn, shard)
+        collate = CountingCollate(loader.collate_fn, shard, draws_apart=isinstance(loader.dataset, SeededStream))
         start = WorkerStart(loader.worker_init_fn)
         clone = with_options(
             loader, dataset=shard, batch_sampler=batches, batch_size=size, collate_fn=collate, worker_init_fn=start
@@ -232,7 +235,7 @@ class _Preparing:
                 "Combine the loaders first and prepare the CombinedLoader, or iterate it without preparing it."
             )
         dealt = DealtLoader(
-            loader,
+            self.seeded(loader),
             self.count,
             self.index,
             split_batches=self.configuration.split_batches,
@@ -261,7 +264,7 @@ class _Preparing:
         if split and size is not None and size > 1:
             check_split(size, self.count, type(loader).__name__)
         dispatched = DispatchedLoader(
-            loader,
+            self.seeded(loader),
             self.count,
             self.index,
             split_batches=split,
@@ -281,6 +284,36 @@ class _Preparing:
                 "leaves out a round that is not full, so that no process would get one. Use drop_last=False, smaller "
                 "batches, or fewer processes."
             )
+
+    def seeded(self, loader: Any, *, shared: bool = False) -> Any:
+        """The loader, what its data draws being decided by (seed, epoch, batch), where that is asked for.
+
+        Args:
+            loader: what is read.
+            shared: its batches are this process's own ones, those of the other processes being between them; else it
+                is read as a whole.
+        """
+        if self.seeds is None or not self._draws_by_batch:
+            return loader
+        if isinstance(loader, Presharded):
+            loader = loader.loader
+        return seeded(loader, self.seeds, *((self.count, self.index) if shared else (1, 0)))
+
+    @property
+    def _draws_by_batch(self) -> bool:
+        return self.seeds is not None and self.seeds.by_batch
+
+    def _orders_by_seed(self, loader: DataLoader[Any]) -> bool:
+        """Whether what the sampler draws is decided by (seed, epoch), and so the same on all processes."""
+        return self._draws_by_batch and sampler_may_draw(index_source(loader)[1])
+
+    def _with_own_seeds(self, loader: Any, dispatches: bool = False) -> Any:
+        """The loader, the seeds of its workers being those of this process."""
+        if self.seeds is None or not isinstance(loader, DataLoader):
+            return loader
+        # Where the main process reads for all, the loader's own generator is its sampler's alone, as in Accelerate.
+        self.seeds.replaced.append(None if dispatches else loader.generator)
+        return with_options(loader, generator=self.seeds.generator)
 
     def _agreed_seed(self, loader: DataLoader[Any]) -> int:
         """The seed of process 0. Collective, unless the configuration has it."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, cycle, islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ..distributed.errors import ConfigError, check_integer
 from .sizes import loader_length
@@ -12,17 +13,52 @@ from .sizes import loader_length
 T = TypeVar("T")
 
 
-class Dealer(Protocol):
-    """What gives a process its share of a pass: a shard of samplers or datasets, a dealt or dispatched loader."""
+class Dealer(ABC):
+    """What gives a process its share of a pass: a shard of samplers or datasets, a dealt or dispatched loader.
 
-    real_samples: int
-    """Samples in the last round over all processes, without those that complete it; 0 where it was full; -1 if
-    unknown.
+    Args:
+        num_processes: how many processes share the pass.
+        process_index: the index of this one.
+        split_batches: each batch is cut into as many parts as there are processes; else each is one process's.
+        even_batches: the last round is completed, so that each process gets as many batches as the others; None where
+            that is no choice.
+        drop_last: the last round is left out if it is not full.
+    Raises:
+        ConfigError: an index that is none of the processes.
     """
 
+    def __init__(
+        self,
+        num_processes: int,
+        process_index: int,
+        *,
+        split_batches: bool = False,
+        even_batches: bool | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        _check_place(type(self).__name__, num_processes, process_index)
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.drop_last = drop_last
+        self.real_samples = -1
+        """Samples in the last round over all processes, without those that complete it; 0 where it was full; -1 if
+        unknown.
+        """
+
     @property
+    @abstractmethod
     def is_even(self) -> bool:
         """Whether each process is known to get as many batches as the others."""
+
+    def round_sizes(self) -> list[int] | None:
+        """Samples of all processes in each round of a pass, with those that complete it. Local.
+
+        Returns:
+            None where they are not known before the pass.
+        """
+        return None
 
 
 def rounds_of(items: Iterable[T], size: int) -> Iterator[list[T]]:
@@ -64,7 +100,7 @@ def is_in_full_rounds(loader: Any, num_processes: int) -> bool:
     return total is not None and total % num_processes == 0
 
 
-def check_place(owner: str, num_processes: int, process_index: int) -> None:
+def _check_place(owner: str, num_processes: int, process_index: int) -> None:
     """Refuse an index that is none of the processes.
 
     Raises:

@@ -11,8 +11,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from .epochs import TELLERS
+from .starting import begins_anywhere, is_plain, items_from
 
-_TORCHDATA_SAMPLERS = "torchdata.stateful_dataloader.sampler"
+_INDICES_AT_ONCE = 2**16
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -32,15 +33,36 @@ class SeedableRandomSampler(RandomSampler):
         self.seed = seed
         self.epoch = 0
 
+    begins_anywhere = True
+    """A pass can be read from any index, as often as one likes; see `starting.begins_anywhere`."""
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        # A copy, so that passes at the same time draw alike; torch's own iterator, so that an index costs no more.
+        return self.iterate_from(0)
+
+    def iterate_from(self, num_skipped: int) -> Iterator[int]:
+        """The indices of the pass behind its first `num_skipped` ones."""
+        # One for each pass, so that passes at the same time draw alike.
+        generator = torch.Generator().manual_seed((self.seed + self.epoch) % 2**64)
+        if not self.replacement:
+            return self._permuted(generator, num_skipped)
         this_pass = copy.copy(self)
-        this_pass.generator = torch.Generator().manual_seed((self.seed + self.epoch) % 2**64)
-        return RandomSampler.__iter__(this_pass)
+        this_pass.generator = generator
+        return islice(RandomSampler.__iter__(this_pass), num_skipped, None)
+
+    def _permuted(self, generator: torch.Generator, num_skipped: int) -> Iterator[int]:
+        """Permutations one after another, as `RandomSampler` gives them, made to numbers piece by piece."""
+        size, left = len(self.data_source), self.num_samples
+        while left > 0 and size:
+            count = min(size, left)
+            left -= count
+            order = torch.randperm(size, generator=generator)
+            for start in range(min(num_skipped, count), count, _INDICES_AT_ONCE):
+                yield from order[start : min(start + _INDICES_AT_ONCE, count)].tolist()
+            num_skipped = max(num_skipped - count, 0)
 
 
 class SamplerAround:
@@ -70,8 +92,17 @@ class SamplerAround:
 class SkippingSampler(SamplerAround):
     """A sampler or batch sampler without its first `num_skipped` items. Nothing is loaded for them."""
 
+    @property
+    def begins_anywhere(self) -> bool:
+        """See `starting.begins_anywhere`."""
+        return begins_anywhere(self.sampler)
+
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.sampler), self.num_skipped, None)
+        return self.iterate_from(0)
+
+    def iterate_from(self, num_skipped: int) -> Iterator[Any]:
+        """The items behind its own first `num_skipped` ones."""
+        return items_from(self.sampler, self.num_skipped + num_skipped)
 
 
 def is_skipping(loader: Any) -> bool:
@@ -115,16 +146,10 @@ def with_seedable_sampler(loader: Any, data_seed: int | None = None) -> Any:
 
 def shuffles(loader: Any) -> bool:
     """Whether a loader shuffles by a `RandomSampler`, torch's or that of torchdata, in no other way of its own."""
-    if not isinstance(loader, DataLoader) or not _is_plain(loader.sampler, "RandomSampler"):
+    if not isinstance(loader, DataLoader) or not is_plain(loader.sampler, "RandomSampler"):
         return False
     batches: Any = loader.batch_sampler
-    return batches is None or (_is_plain(batches, "BatchSampler") and batches.sampler is loader.sampler)
-
-
-def _is_plain(sampler: Any, name: str) -> bool:
-    """Whether it is of this class and none of its subclasses. torchdata's has the attributes of torch's."""
-    kind = type(sampler)
-    return kind.__name__ == name and kind.__module__ in (RandomSampler.__module__, _TORCHDATA_SAMPLERS)
+    return batches is None or (is_plain(batches, "BatchSampler") and batches.sampler is loader.sampler)
 
 
 def seed_of(sampler: Any) -> int:
@@ -142,6 +167,14 @@ def _seedable(sampler: RandomSampler, data_seed: int | None) -> SeedableRandomSa
 
 def epoch_listeners(loader: Iterable[Any]) -> list[Any]:
     """The loader, its samplers at any depth, and its dataset: those that have a `set_epoch`."""
+    return [part for part in parts_of_loader(loader) if callable(getattr(part, "set_epoch", None))]
+
+
+def parts_of_loader(loader: Any) -> list[Any]:
+    """The loader, and what it reads from at any depth: other loaders, samplers, its dataset. Each is there once.
+
+    What tells its own parts the epoch is not looked into: datasets here, and a `CombinedLoader`.
+    """
     found: list[Any] = []
     waiting: list[Any] = [loader]
     while waiting:
@@ -151,4 +184,4 @@ def epoch_listeners(loader: Iterable[Any]) -> list[Any]:
         found.append(part)
         if not isinstance(part, TELLERS):
             waiting += [getattr(part, name, None) for name in ("batch_sampler", "sampler", "dataset", "loader")]
-    return [part for part in found if callable(getattr(part, "set_epoch", None))]
+    return found

@@ -13,11 +13,13 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
 from ..distributed.errors import check_integer
-from .rounds import check_place, check_split, completed, is_in_full_rounds, num_dealt, rounds_of
+from .around import within
+from .rounds import Dealer, check_split, completed, is_in_full_rounds, num_dealt, rounds_of
 from .sizes import loader_length
+from .starting import begins_anywhere, begun_at, items_from
 
 
-class BatchSamplerShard(BatchSampler):
+class BatchSamplerShard(Dealer, BatchSampler):
     """The batches of indices that one process gets of a batch sampler. Local.
 
     Args:
@@ -40,19 +42,16 @@ class BatchSamplerShard(BatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
-        check_place(type(self).__name__, num_processes, process_index)
+        super().__init__(
+            num_processes,
+            process_index,
+            split_batches=split_batches,
+            even_batches=even_batches,
+            drop_last=bool(getattr(batch_sampler, "drop_last", False)),
+        )
         self.batch_sampler = batch_sampler
         self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
-        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
-        self.real_samples = -1
-        """Samples in the last round that was dealt, over all processes and without those that complete it; 0 where it
-        was full; -1 while no pass has ended or if it was left out.
-        """
         if split_batches:
             check_split(self.batch_size, num_processes, getattr(batch_sampler, "kind", type(batch_sampler).__name__))
 
@@ -72,19 +71,37 @@ class BatchSamplerShard(BatchSampler):
         total = len(self.batch_sampler)
         if self.split_batches:
             return total - self._lacks_last_part()
+        completes = bool(self.even_batches)
         return num_dealt(
-            total, self.num_processes, self.process_index, drop_last=self.drop_last, even_batches=self.even_batches
+            total, self.num_processes, self.process_index, drop_last=self.drop_last, even_batches=completes
         )
 
-    def __iter__(self) -> Iterator[list[int]]:
-        self.real_samples = -1
-        return self._parts() if self.split_batches else self._dealt()
+    def round_sizes(self) -> list[int] | None:
+        """Samples of all processes in each round: known where all are full, of batches of a fixed size."""
+        is_known = (self.even_batches or self.drop_last) and type(self.batch_sampler) is BatchSampler
+        if not is_known or self.batch_size is None:
+            return None
+        return [self.batch_size * (1 if self.split_batches else self.num_processes)] * len(self)
 
-    def _dealt(self) -> Iterator[list[int]]:
+    @property
+    def begins_anywhere(self) -> bool:
+        """See `starting.begins_anywhere`."""
+        return begins_anywhere(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.iterate_from(0)
+
+    def iterate_from(self, num_skipped: int) -> Iterator[list[int]]:
+        """This process's batches behind its first `num_skipped` ones; the last round is that of the whole pass."""
+        self.real_samples = -1
+        per_round = 1 if self.split_batches else self.num_processes
+        first, batches = begun_at(self.batch_sampler, num_skipped * per_round, per_round)
+        return self._parts(batches, first) if self.split_batches else self._dealt(batches, first)
+
+    def _dealt(self, batches: Iterator[Any], first: list[Any]) -> Iterator[list[int]]:
         """Whole batches in turn. The last round is completed by samples, or by batches where these have any sizes."""
-        first: list[Any] = []
         waiting: list[Any] = []
-        for batch in self.batch_sampler:
+        for batch in batches:
             if len(waiting) == self.num_processes:  # its last batch is short, and yet it was not the end
                 yield waiting[self.process_index]
                 waiting = []
@@ -107,14 +124,14 @@ class BatchSamplerShard(BatchSampler):
         samples = chain(chain.from_iterable(batches), cycle(chain.from_iterable(first)))
         return [list(islice(samples, self.batch_size)) for _ in range(self.num_processes)]
 
-    def _parts(self) -> Iterator[list[int]]:
+    def _parts(self, batches: Iterator[Any], firsts: list[Any]) -> Iterator[list[int]]:
         """This process's part of each batch."""
         assert self.batch_size is not None
         size = self.batch_size // self.num_processes
         start = size * self.process_index
-        first: list[Any] = []
+        first: list[Any] = firsts[0] if firsts else []
         self.real_samples = -1 if self.drop_last else 0
-        for batch in self.batch_sampler:
+        for batch in batches:
             first = first or batch
             if len(batch) < self.batch_size:
                 if self.drop_last:
@@ -139,7 +156,7 @@ class BatchSamplerShard(BatchSampler):
         return 0 < rest <= self.process_index * (self.batch_size // self.num_processes)
 
 
-class IterableDatasetShard(IterableDataset[Any]):
+class IterableDatasetShard(Dealer, IterableDataset[Any]):
     """The samples that one process gets of an iterable dataset, of which every process reads the whole. Local.
 
     Args:
@@ -165,22 +182,18 @@ class IterableDatasetShard(IterableDataset[Any]):
         *,
         even_batches: bool = True,
     ) -> None:
-        check_place(type(self).__name__, num_processes, process_index)
+        super().__init__(
+            num_processes, process_index, split_batches=split_batches, even_batches=even_batches, drop_last=drop_last
+        )
         check_integer("IterableDatasetShard(batch_size)", batch_size, 1)
         if split_batches:
             check_split(batch_size, num_processes, type(dataset).__name__)
         self.dataset = dataset
         self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
         self.epoch = 0
-        self.real_samples = 0
-        """Samples in the round of the sample that was given last, over all processes and without those that complete
-        it; 0 where it was full.
-        """
+        self.num_skipped = 0
+        """Samples of the dataset that the next pass leaves out, as it goes on in the middle of one."""
+        self.real_samples = 0  # here it is that of the sample that was given last
 
     @property
     def is_even(self) -> bool:
@@ -194,7 +207,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset which epoch begins, where it listens; else its generator is seeded with it."""
         self.epoch = epoch
-        if callable(own := getattr(self.dataset, "set_epoch", None)):
+        if callable(own := getattr(within(self.dataset), "set_epoch", None)):
             own(epoch)
 
     def __len__(self) -> int:
@@ -208,14 +221,16 @@ class IterableDatasetShard(IterableDataset[Any]):
         return rounds * share + min(max(rest - share * self.process_index, 0), share)
 
     def __iter__(self) -> Iterator[Any]:
-        generator = getattr(self.dataset, "generator", None)
-        if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
+        dataset = within(self.dataset)
+        generator = getattr(dataset, "generator", None)
+        if isinstance(generator, torch.Generator) and not hasattr(dataset, "set_epoch"):
             generator.manual_seed(self.epoch)
         share, block = self._sizes()
         mine = slice(share * self.process_index, share * (self.process_index + 1))
         self.real_samples = 0
         first: list[Any] = []
-        for samples in rounds_of(self.dataset, block):
+        num_skipped, self.num_skipped = self.num_skipped, 0
+        for samples in rounds_of(islice(self.dataset, num_skipped, None), block):
             if len(samples) == block:
                 first = first or samples
             elif self.drop_last:
@@ -233,7 +248,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         return self.batch_size, self.batch_size * self.num_processes
 
 
-class DealtSampler:
+class DealtSampler(Dealer):
     """Every so-many-th item of a sampler or batch sampler: none twice, none left out. Local.
 
     Args:
@@ -243,22 +258,39 @@ class DealtSampler:
     """
 
     def __init__(self, sampler: Any, num_processes: int, process_index: int) -> None:
+        super().__init__(num_processes, process_index)
         self.sampler = sampler
-        self.num_processes = num_processes
-        self.process_index = process_index
         self.batch_size: int | None = getattr(sampler, "batch_size", None)
-        self.real_samples = -1
 
     @property
     def is_even(self) -> bool:
         """Whether each process is known to get as many items as the others."""
         return is_in_full_rounds(self.sampler, self.num_processes)
 
+    @property
+    def begins_anywhere(self) -> bool:
+        """See `starting.begins_anywhere`."""
+        return begins_anywhere(self.sampler)
+
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.sampler), self.process_index, None, self.num_processes)
+        return self.iterate_from(0)
+
+    def iterate_from(self, num_skipped: int) -> Iterator[Any]:
+        """This process's items behind its first `num_skipped` ones."""
+        items = items_from(self.sampler, num_skipped * self.num_processes)
+        return islice(items, self.process_index, None, self.num_processes)
 
     def __len__(self) -> int:
         return num_dealt(len(self.sampler), self.num_processes, self.process_index)
+
+
+class NativeShard(Dealer):
+    """Says of what was shared elsewhere, as a dataset that shards itself, that its shards may differ in length."""
+
+    @property
+    def is_even(self) -> bool:
+        """Nobody knows."""
+        return False
 
 
 def _reaches_all(rest: int, num_processes: int, share: int) -> bool:

@@ -1,4 +1,4 @@
-"""How many samples a batch holds, and how many batches a loader."""
+"""How many samples a batch holds, and how many batches a loader, and of which sizes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.utils.data import BatchSampler
 
 from ..distributed.errors import DataError
 from ..distributed.nested import named_leaves
+from .around import own_sampler
 
 
 class AmbiguousBatchSizeError(DataError):
@@ -65,3 +67,18 @@ def loader_length(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):  # what `len` raises where there is none
         return None
+
+
+def batch_sizes(loader: Any) -> list[int] | None:
+    """Samples in each batch of a pass, None where the loader does not tell them before it."""
+    if isinstance(loader, (list, tuple)):
+        try:
+            found = [find_batch_size(batch) for batch in loader]
+        except AmbiguousBatchSizeError:
+            return None
+        return None if None in found else [size for size in found if size is not None]
+    batches, size = own_sampler(getattr(loader, "batch_sampler", None)), getattr(loader, "batch_size", None)
+    if size is None or type(batches) is not BatchSampler:  # another one may give batches of any sizes
+        return None
+    samples = loader_length(batches.sampler)
+    return None if samples is None else [min(size, samples - size * index) for index in range(len(batches))]

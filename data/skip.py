@@ -42,6 +42,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         return PreparedLoader(dataloader, skip_batches=num_batches) if clone is None else clone
     prepared = dataloader.attached_to(dataloader.active)
     prepared.origin = dataloader
+    prepared.num_before = dataloader.num_before + num_batches
     prepared.end_of_dataloader = False
     # What is read and thrown away already is so before indices are counted.
     skipping = _skipping_indices(prepared.loader, num_batches) if prepared.skip_batches == 0 else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from ..distributed.errors import DataError
 from .loader import PreparedLoader
+from .samplers import SeedableRandomSampler
 
 Remainder: TypeAlias = Literal["flush", "carry", "drop"]
 
@@ -42,6 +43,7 @@ class WindowReader:
             it open for the next pass, `"drop"` leaves its batches out.
         carried: micro-batches that an open window holds from the pass before.
         limit: batches after which the pass ends, None: all.
+        begin: batches of the pass that are done, behind which the loader goes on.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class WindowReader:
         remainder: Remainder = "flush",
         carried: int = 0,
         limit: int | None = None,
+        begin: int = 0,
     ) -> None:
         self._loader = loader
         self._size = size
@@ -59,15 +62,17 @@ class WindowReader:
         self._limit = limit
         self._ahead: deque[Any] = deque()
         self._ended = False
+        self.transfer = loader.transfer()
+        """What moves the batches to the device; None where they stay as they are."""
         self.carried = carried
         """Micro-batches in the window that this pass leaves open."""
-        self.num_fetched = 0
-        """Batches fetched so far."""
+        self.num_fetched = begin
+        """Batches of the pass that were fetched so far, with those that were done before."""
         self.wait_seconds = 0.0
         """Time spent waiting for the loader."""
 
     def __iter__(self) -> Iterator[Window]:
-        iterator = self._loader.raw_iterator()
+        iterator = self._loader.raw_iterator(2 * self._size)
         ahead, size = self._ahead, self._size
         drops = self._remainder == "drop"
         # One batch beyond the window tells whether it is the last one; a rest that is dropped must be seen whole.
@@ -91,11 +96,23 @@ class WindowReader:
                 yield Window(batches, divisor, True, is_last)
         check_length(self._loader, self.num_fetched, self._limit)
 
+    def on_device(self, window: Window, position: int) -> Any:
+        """A batch of the newest window on the device. With streams the next one of the pass is on its way from now on.
+
+        Only where `transfer` is not None. What was moved and is never used counts nowhere.
+        """
+        assert self.transfer is not None
+        ahead: Sequence[Any] = window.batches[position + 1 : position + 2]
+        if not ahead and not window.is_last:
+            ahead = self._ahead
+        return self.transfer.next(window.batches[position], ahead)
+
     def _fetch(self, iterator: Iterator[Any], count: int) -> None:
         """Have `count` batches ahead, or the end. Only `next` here takes a StopIteration as the end of the data."""
         began = time.perf_counter()
         while len(self._ahead) < count:
-            batch = _END if self.num_fetched == self._limit else next(iterator, _END)
+            is_over = self._limit is not None and self.num_fetched >= self._limit
+            batch = _END if is_over else next(iterator, _END)
             if batch is _END:
                 self._ended = True
                 break
@@ -110,11 +127,11 @@ def check_length(loader: PreparedLoader, num_fetched: int, limit: int | None) ->
     Raises:
         DataError: a map-style loader ended before its length; says where.
     """
-    expected = loader.length
+    expected = loader.pass_length
     if expected is None or (limit is not None and limit <= num_fetched):
         return
     # Torch's own samplers give as many indices as they say; the length of others may be an estimate.
-    is_exact = type(loader.sampler) in (SequentialSampler, RandomSampler)
+    is_exact = type(loader.sampler) in (SequentialSampler, RandomSampler, SeedableRandomSampler)
     is_exact = is_exact and type(loader.batch_sampler) in (BatchSampler, type(None))
     if is_exact and num_fetched < expected:
         raise DataError(

@@ -21,16 +21,17 @@ class Board:
     Args:
         store: the store of the group.
         index: this process's index in the group.
+        prefix: of its entries in the store, for boards that are used for something else.
     """
 
-    def __init__(self, store: Store, index: int) -> None:
+    def __init__(self, store: Store, index: int, prefix: str = _PREFIX) -> None:
         self._host = store  # the process that holds it keeps it as long as others may ask
         self._store: Store = store
         if (clone := getattr(store, "clone", None)) is not None:  # not in the oldest versions of torch
             self._store = clone()
             self._store.set_timeout(PATIENCE)
         # A store may outlive a group. Every process has begun the same number of groups on it.
-        self._prefix = f"{_PREFIX}/{self._store.add(f'{_PREFIX}/begun/{index}', 1)}"
+        self._prefix = f"{prefix}/{self._store.add(f'{prefix}/begun/{index}', 1)}"
         self._num_read = 0
 
     def close(self) -> None:
@@ -66,6 +67,10 @@ class Board:
     def count(self, *key: object, by: int = 0) -> int:
         """A counter, after adding to it. Local."""
         return int(self._store.add(self._key(*key), by))
+
+    def remove(self, *key: object) -> None:
+        """Remove a stored value or a counter, if it is there. Local."""
+        self._store.delete_key(self._key(*key))
 
     def _key(self, *parts: object) -> str:
         return "/".join([self._prefix, *map(str, parts)])

@@ -1,31 +1,32 @@
 """Whether all processes bring the same structure, shapes and types to one operation.
 
-Backends don't check: tensors of different sizes make them hang, mix up values, or end the process.
+Backends don't check: tensors of different sizes make them hang, mix up values, or end the process. What processes bring
+is compared by digests. A digest fills a small part of a slot, so that small tensors travel in the same one, and need no
+collective of their own.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .environment import read_flag
 from .errors import ShapeMismatchError
 from .exchange import exchange, gather_bytes
 from .nested import refusal
+from .slots import FIRST_CAPACITY
 
 _SHOWN_LEAVES = 5
+_DIGEST_BYTES = 16
+
+ENCLOSED_BYTES = FIRST_CAPACITY - _DIGEST_BYTES
+"""Up to this many bytes travel with a digest."""
 
 Leaves = Sequence[tuple[str, Any]]
 """Leaves with how each is reached, in the same order on each process; see `nested.flatten`."""
-
-
-def is_debug_mode() -> bool:
-    """Whether every collective compares shapes first: `LOOPWRIGHT_DEBUG_MODE`. Local."""
-    return bool(read_flag("DEBUG_MODE"))
 
 
 def is_alike_everywhere(description: Any, operation: str) -> bool:
@@ -35,8 +36,7 @@ def is_alike_everywhere(description: Any, operation: str) -> bool:
         description: anything whose `repr` says it all.
         operation: what reports call it.
     """
-    digest = hashlib.blake2b(repr(description).encode(), digest_size=16).digest()
-    return len(set(gather_bytes(digest, operation))) == 1
+    return len(set(gather_bytes(_digest(description), operation))) == 1
 
 
 def check_tensors(leaves: Leaves, operation: str) -> None:
@@ -50,25 +50,34 @@ def check_tensors(leaves: Leaves, operation: str) -> None:
             raise TypeError(refusal(operation, name, leaf))
 
 
-def check_alike(leaves: Leaves, operation: str, *, counts_scalars_as_one: bool = False) -> None:
+def check_alike(
+    leaves: Leaves,
+    operation: str,
+    *,
+    counts_scalars_as_one: bool = False,
+    enclose: Callable[[], bytes] = bytes,
+) -> list[bytes]:
     """Refuse leaves that differ between processes, before they are sent. Collective: one small one if all is well.
 
     Args:
         leaves: this process's.
         operation: what the message calls it.
         counts_scalars_as_one: a tensor without dimensions counts as one of shape (1,).
+        enclose: gives up to `ENCLOSED_BYTES` that travel along; called where all leaves are dense tensors.
+    Returns:
+        What each process enclosed.
     Raises:
         TypeError: on every process: a leaf of one of them is no dense tensor; names its type and position.
         DistributedError: on every process: others are in another operation.
         ShapeMismatchError: on every process: structure, shape, dtype or kind of device differ; shows all processes.
     """
     descriptions = {name: _describe(leaf, counts_scalars_as_one) for name, leaf in leaves}
-    is_alike = is_alike_everywhere(descriptions, operation)
     refusals = [refusal(operation, name, leaf) for name, leaf in leaves if not _is_dense(leaf)]
-    if is_alike and refusals:
-        raise TypeError(refusals[0])
-    if is_alike:
-        return
+    parts = gather_bytes(_digest(descriptions) + (b"" if refusals else enclose()), operation)
+    if len({part[:_DIGEST_BYTES] for part in parts}) == 1:
+        if refusals:
+            raise TypeError(refusals[0])
+        return [part[_DIGEST_BYTES:] for part in parts]
     everyone = exchange([descriptions, refusals[:1]], operation)
     refused = [f"process {index}: {texts[0]}" for index, (_, texts) in enumerate(everyone) if texts]
     if refused:
@@ -76,8 +85,13 @@ def check_alike(leaves: Leaves, operation: str, *, counts_scalars_as_one: bool =
     raise ShapeMismatchError(_mismatch(operation, [found for found, _ in everyone]))
 
 
+def _digest(description: Any) -> bytes:
+    return hashlib.blake2b(repr(description).encode(), digest_size=_DIGEST_BYTES).digest()
+
+
 def _is_dense(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.layout is torch.strided
+    is_strided = isinstance(leaf, Tensor) and leaf.layout is torch.strided
+    return is_strided and not (leaf.is_quantized or leaf.is_nested)
 
 
 def _describe(leaf: Any, counts_scalars_as_one: bool) -> str:

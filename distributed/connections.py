@@ -11,17 +11,31 @@ import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
+from weakref import WeakSet
 
 from torch.distributed.distributed_c10d import Store
 
 _FOLDER = "/dev/fd"  # this process's open files, on Linux and macOS
 
 
+class Closable(Protocol):
+    """A connection between processes that is no socket."""
+
+    def close(self) -> None:
+        """End it, as often as one likes and from any thread; whoever waits on it, at either end, wakes."""
+
+
 class Connections:
-    """The sockets that were opened inside `noting`."""
+    """The sockets that were opened inside `noting`, and what else is included."""
 
     def __init__(self) -> None:
         self._found: set[tuple[int, int]] = set()
+        self._others: WeakSet[Closable] = WeakSet()
+
+    def include(self, connection: Closable) -> None:
+        """Close this one as well, as long as somebody holds it. Local."""
+        self._others.add(connection)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -30,14 +44,20 @@ class Connections:
         yield
         self._found |= _open_sockets() - before
 
+    def leave(self) -> None:
+        """End what was included: what was sent arrives all the same. Local; as often as one likes."""
+        for other in list(self._others):
+            other.close()
+
     def close(self, store_port: int | None) -> None:
-        """End the noted connections, but those to the store. Local; whoever waits on one of them, at either end, wakes.
+        """End all connections, but those to the store. Local; whoever waits on one of them, at either end, wakes.
 
         The files stay open, since their owner will close them.
 
         Args:
             store_port: see `port_of`.
         """
+        self.leave()
         for number, _ in self._found & _open_sockets():  # a number that means another file by now is left alone
             try:
                 with socket.socket(fileno=os.dup(number)) as connection:

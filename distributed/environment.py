@@ -17,7 +17,7 @@ PREFIXES = ("LOOPWRIGHT_", "ACCELERATE_")
 
 VARIABLES = {
     "CPU_AFFINITY": "whether each process is bound to cores of its own, or to those near its device",
-    "DEBUG_MODE": "whether every collective first compares the shapes of all processes",
+    "DEBUG_MODE": "Accelerate's, kept as `debug` of the state: shapes are compared in any case",
     "BYPASS_DEVICE_MAP": "whether models whose parts are on several devices are trained as they are",
     "GRADIENT_ACCUMULATION_STEPS": "micro-batches per optimizer step of an `Accelerator`",
     "LOG_LEVEL": "level of the loggers that `get_logger` gives, such as INFO",
@@ -40,11 +40,14 @@ LAUNCHER_VARIABLES = {
     "PMI_RANK": "this process's index (MPICH, Intel MPI)",
     "PMI_SIZE": "the number of processes (MPICH, Intel MPI)",
     "RANK": "this process's index",
+    "SLURM_JOB_ID": "the job that is requeued (SLURM)",
     "SLURM_LOCALID": "this process's index on its machine (srun)",
     "SLURM_NODEID": "the index of this machine (srun)",
     "SLURM_PROCID": "this process's index (srun)",
     "SLURM_STEP_NUM_TASKS": "the number of processes (srun)",
     "SLURM_STEP_TASKS_PER_NODE": "the numbers of processes on each machine (srun)",
+    "TORCHELASTIC_RESTART_COUNT": "how often the processes were started again after one failed (torchrun)",
+    "TORCHELASTIC_RUN_ID": "the launch that they belong to (torchrun)",
     "WORLD_SIZE": "the number of processes",
 }
 """Set by launchers, read without a prefix."""

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from . import watch
-from .errors import DistributedError, ShapeMismatchError
+from .errors import ShapeMismatchError
 from .group import rank, world_size
-from .slots import FIRST_CAPACITY, HEADER_BYTES, SentSlot, channel, gather_into
+from .positions import MEETING
+from .slots import FIRST_CAPACITY, SentSlot, channel, control_device, gather_into
 
 
 def exchange(value: Any, operation: str = "exchange") -> list[Any]:
@@ -63,7 +64,7 @@ def broadcast_encoded(encode: Callable[[], bytes], from_process: int, operation:
     Args:
         encode: gives them; called on that process alone. What it raises is told to all.
         from_process: the index of that process.
-        operation: what reports call it.
+        operation: what reports call it; of processes that name different sources it has to differ.
     Raises:
         TypeError: on every process: `encode` failed.
     """
@@ -84,15 +85,14 @@ def gather_bytes(payload: bytes, operation: str) -> list[bytes]:
     """
     if world_size() == 1:
         return [payload]
-    way = channel()
     with watch.collective(operation):
-        sent = way.send(way.slot(payload, operation))
-        sent.read()
+        way = channel()
+        slots = way.send(payload, operation).read()
         # Every process sees the same lengths, and so they agree on a second round and on the next capacity.
-        lengths = sent.lengths()
+        lengths = [slot.length for slot in slots]
         longest = max(lengths)
         if longest <= way.capacity:
-            return sent.payloads()
+            return [slot.payload for slot in slots]
         way.grow(longest)
         return _gather_whole(payload, lengths)
 
@@ -115,16 +115,14 @@ class PendingVector:
             ShapeMismatchError: the processes sent different numbers of numbers.
         """
         if not self._vectors and self._sent is not None:
-            with watch.collective(self._operation):
-                received = self._sent.read()
-            lengths = [length // 8 for length in self._sent.lengths()]
+            with watch.collective(self._operation, MEETING):
+                slots = self._sent.read()
+            lengths = [slot.length // 8 for slot in slots]
             if len(set(lengths)) > 1:
                 raise ShapeMismatchError(
                     f"{self._operation}: the processes sent {lengths} numbers. Each has to send as many as the others."
                 )
-            numbers = struct.Struct(f"<{lengths[0]}d")
-            starts = range(HEADER_BYTES, len(received), self._sent.size)
-            self._vectors = [numbers.unpack_from(received, start) for start in starts]
+            self._vectors = [struct.unpack(f"<{lengths[0]}d", slot.payload) for slot in slots]
         return self._vectors
 
 
@@ -135,20 +133,17 @@ def start_vector(values: Sequence[float], operation: str = "start_vector") -> Pe
         values: as many on each process, 120 at most; they travel as float64.
         operation: what reports call it.
     """
-    length = 8 * len(values)
-    assert length <= FIRST_CAPACITY, f"{operation}: a vector of {len(values)} numbers does not fit into a slot"
     if world_size() == 1:
         return PendingVector(None, operation, [tuple(map(float, values))])
-    way = channel()
-    slot = way.empty_slot(length, operation)
-    struct.pack_into(f"<{len(values)}d", slot, HEADER_BYTES, *values)
+    payload = struct.pack(f"<{len(values)}d", *values)
+    assert len(payload) <= FIRST_CAPACITY, f"{operation}: a vector of {len(values)} numbers does not fit into a slot"
     with watch.collective(operation):
-        return PendingVector(way.send(slot, waits=False), operation)
+        return PendingVector(channel().send(payload, operation), operation)
 
 
 def _gather_whole(payload: bytes, lengths: Sequence[int]) -> list[bytes]:
     """Every process's payload, in a gather that is as large as the longest of them."""
-    size, device = max(lengths), channel().device
+    size, device = max(lengths), control_device()
     received = bytearray(size * len(lengths))
     target = torch.frombuffer(received, dtype=torch.uint8)  # shares the memory
     output = target.to(device)
@@ -160,18 +155,9 @@ def _gather_whole(payload: bytes, lengths: Sequence[int]) -> list[bytes]:
 
 def _broadcast_bytes(payload: bytes, from_process: int, operation: str) -> bytes:
     """One process's bytes; as for all control messages, the first part travels in slots, in which others send none."""
-    way = channel()
-    sent = way.send(way.slot(payload, operation))
-    sent.read()
-    lengths = sent.lengths()
-    sources = [index for index, length in enumerate(lengths) if length]
-    if sources != [from_process]:
-        raise DistributedError(
-            f"{operation}: the processes {sources} sent something, and process {from_process} was expected to. All "
-            "processes have to name the same one as the source."
-        )
-    first = sent.payloads()[from_process]
-    missing = lengths[from_process] - len(first)
+    slots = channel().send(payload, operation).read()
+    first = slots[from_process].payload
+    missing = slots[from_process].length - len(first)
     if not missing:
         return first
     rest = bytearray(payload[len(first) :] or bytes(missing))
@@ -180,7 +166,7 @@ def _broadcast_bytes(payload: bytes, from_process: int, operation: str) -> bytes
 
 def _broadcast_buffer(buffer: bytearray, from_process: int) -> bytearray:
     target = torch.frombuffer(buffer, dtype=torch.uint8)  # shares the memory
-    output = target.to(channel().device)
+    output = target.to(control_device())
     dist.broadcast(output, from_process)
     if output is not target:
         target.copy_(output)

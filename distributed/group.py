@@ -7,6 +7,7 @@ between hosts never waits for a device.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ class _Joined:
     """The place that this process has in torch's default group, of which there is one per process."""
 
     place: Place | None = None
+    spares_forks = False
 
 
 def joined_place() -> Place | None:
@@ -102,6 +104,7 @@ def connect(
     else:
         _join(place, _known(backend) if backend else backend_of(device), timeout, init_method)
     _Joined.place = place
+    _spare_forks()
     watch.start_watch(place.process_index, place.num_processes, timeout)
 
 
@@ -117,6 +120,17 @@ def backend_of(device: torch.device) -> str:
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def _spare_forks() -> None:
+    """Keep forks of this process, such as workers of a DataLoader, from collecting what was garbage in it before.
+
+    A group that nobody holds any more waits for its threads when it is collected, and a fork has no such threads: it
+    would wait for ever.
+    """
+    if not _Joined.spares_forks and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=gc.freeze)
+        _Joined.spares_forks = True
 
 
 def _check_members(place: Place) -> None:

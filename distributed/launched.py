@@ -91,6 +91,27 @@ def find_place() -> Place:
     return Place()
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The launch by torch's elastic agent that this process belongs to."""
+
+    id: str
+    """What tells it from others."""
+    num_restarts: int
+    """How often its processes were started again after one failed."""
+
+
+def find_launch() -> Launch | None:
+    """The launch that this process belongs to, None where none started it or it has no name of its own. Local.
+
+    Raises:
+        ConfigError: the number of restarts is no number.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "").strip()
+    # "none" is what torchrun calls every launch that nobody named.
+    return Launch(name, launched_as("TORCHELASTIC_RESTART_COUNT", 0)) if name not in ("", "none") else None
+
+
 def _is_set(name: str) -> bool:
     return bool(os.environ.get(name, "").strip())
 

@@ -224,7 +224,9 @@ def slice_tensors(data: Any, tensor_slice: slice) -> Any:
 def refusal(operation: str, name: str, leaf: Any) -> str:
     """The message for a leaf that an operation on tensors can't take: what it is, where, and what is accepted."""
     place = f" at {name}" if name else ""
-    kind = "sparse tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
+    kind = type(leaf).__name__
+    if isinstance(leaf, Tensor):
+        kind = "quantized tensor" if leaf.is_quantized else "nested tensor" if leaf.is_nested else "sparse tensor"
     return (
         f"{operation} got a {kind} ({leaf!r:.80}){place}. Expected tensors, or tuples, lists, mappings and dataclasses "
         "of tensors."

@@ -13,23 +13,17 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from . import watch
-from .comparing import check_alike, check_tensors, is_debug_mode
+from .comparing import check_tensors
 from .errors import ConfigError, DistributedError, ShapeMismatchError, suggest
-from .exchange import broadcast_encoded, exchange, gather_bytes, gather_encoded
+from .exchange import broadcast_encoded, gather_bytes, gather_encoded
 from .group import rank, world_size
 from .nested import flatten, map_leaves
-from .slots import gather_into
+from .sending import as_bytes, gather_rows, in_own_memory, joined, meet, rows_of, send, sum_row, sum_tensors
 
 REDUCTIONS = ("mean", "sum", "none")
-
-_SMALL_BYTES = 64 * 1024
-"""Up to this many bytes of one process, tensors are sent together, and sums are made by each process itself."""
-# What gloo can add up; tensors of other types are gathered and added here.
-_GLOO_SUMS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
 
 
 def gather(tensor: Any) -> Any:
@@ -48,9 +42,14 @@ def gather(tensor: Any) -> Any:
     if world_size() == 1:
         check_tensors(leaves, "gather")
         return tensor
-    check_alike(leaves, "gather", counts_scalars_as_one=True)
-    with watch.collective("gather"):
-        return rebuild(_gather_tensors([leaf for _, leaf in leaves]))
+    tensors = [leaf for _, leaf in leaves]
+    parts = meet(leaves, "gather", counts_scalars_as_one=True)
+    if parts is None:
+        with watch.collective("gather"):
+            rows = gather_rows(tensors)
+    else:
+        rows = rows_of(parts, tensors)
+    return rebuild([joined(row, tensor) for row, tensor in zip(rows, tensors, strict=True)])
 
 
 def gather_object(object: Any) -> Any:
@@ -79,23 +78,31 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
     Args:
         tensor: nested tensors, of the same shapes on all processes. Contiguous ones are filled in place.
-        from_process: the index of the process whose values count.
+        from_process: the index of the process whose values count, the same on all processes.
     Returns:
         The same nesting: the tensors themselves, or filled copies of those that are not contiguous.
     Raises:
-        TypeError: a leaf is no tensor; see `broadcast_object_list`.
+        TypeError: on every process: a leaf is no tensor on one of them; see `broadcast_object_list`.
         ConfigError: there is no such process.
-        ShapeMismatchError: in debug mode: structure, shapes or types differ; shows all processes.
+        DistributedError: on every process: they name different ones.
+        ShapeMismatchError: on every process: structure, shapes or types differ; shows all processes.
     """
     _check_source("broadcast", from_process)
     leaves, rebuild = flatten(tensor)
-    check_tensors(leaves, "broadcast")
     if world_size() == 1:
+        check_tensors(leaves, "broadcast")
         return tensor
-    if is_debug_mode():
-        check_alike(leaves, "broadcast")
-    with watch.collective("broadcast"):
-        return rebuild([_broadcast_tensor(leaf, from_process) for _, leaf in leaves])
+    operation = f"broadcast(from_process={from_process})"
+    parts = meet(leaves, operation, encloses=rank() == from_process)
+    targets = [in_own_memory(leaf) for _, leaf in leaves]
+    if parts is None:
+        with watch.collective(operation):
+            for target in targets:
+                send(target, from_process)
+    elif rank() != from_process:
+        for target, row in zip(targets, rows_of([parts[from_process]], targets), strict=True):
+            as_bytes(target).copy_(row[0])
+    return rebuild(targets)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -104,12 +111,14 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     Raises:
         TypeError: it is no list, so that it can't be changed in place; or, on every process, an item can't be pickled.
         ConfigError: there is no such process.
+        DistributedError: on every process: they name different ones.
     """
     if not isinstance(object_list, list):
         raise TypeError(f"broadcast_object_list got a {type(object_list).__name__}. Expected a list, which it fills.")
     _check_source("broadcast_object_list", from_process)
     if world_size() > 1:
-        payload = broadcast_encoded(lambda: pickle.dumps(object_list), from_process, "broadcast_object_list")
+        operation = f"broadcast_object_list(from_process={from_process})"
+        payload = broadcast_encoded(lambda: pickle.dumps(object_list), from_process, operation)
         if rank() != from_process:
             object_list[:] = pickle.loads(payload)
     return object_list
@@ -126,26 +135,30 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         The same nesting, of new tensors of the same types; the sum of booleans says whether any is true.
     Raises:
         ConfigError: the reduction is unknown.
-        DistributedError: the mean of integers over several processes.
-        TypeError: a leaf is no tensor.
-        ShapeMismatchError: in debug mode: structure, shapes or types differ; shows all processes.
+        TypeError: on every process: a leaf is no tensor on one of them, or of a type that torch can't add up.
+        DistributedError: on every process: the mean of integers over several processes, or different reductions.
+        ShapeMismatchError: on every process: structure, shapes or types differ; shows all processes.
     """
     if reduction not in REDUCTIONS:
         raise ConfigError(f"reduce(reduction={reduction!r}) is unknown. {suggest(reduction, REDUCTIONS)}")
     leaves, rebuild = flatten(tensor)
-    check_tensors(leaves, "reduce")
     if world_size() == 1 or reduction == "none":
+        check_tensors(leaves, "reduce")
         return rebuild([leaf.clone() for _, leaf in leaves])
-    if is_debug_mode():
-        check_alike(leaves, "reduce")
+    operation = f"reduce(reduction={reduction!r})"
+    parts = meet(leaves, operation)
     for name, leaf in leaves:
         if reduction == "mean" and not (leaf.is_floating_point() or leaf.is_complex()):
             raise DistributedError(
                 f"reduce(reduction='mean') got a tensor of {leaf.dtype}{name and f' at {name}'}, which holds no "
                 "fractions. Convert it by .float(), or use reduction='sum'."
             )
-    with watch.collective("reduce"):
-        sums = [_sum_tensor(leaf) for _, leaf in leaves]
+    tensors = [leaf for _, leaf in leaves]
+    if parts is None:
+        with watch.collective(operation):
+            sums = sum_tensors(tensors)
+    else:
+        sums = [sum_row(row, tensor) for row, tensor in zip(rows_of(parts, tensors), tensors, strict=True)]
     return rebuild([each / world_size() if reduction == "mean" else each for each in sums])
 
 
@@ -159,16 +172,20 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
         pad_first: fill at the beginning.
     Raises:
         ConfigError: `dim` is no integer.
-        TypeError: a leaf is no tensor.
+        TypeError: on every process: a leaf is no tensor on one of them.
         ShapeMismatchError: on every process: the structure differs, or numbers of dimensions do; shows all processes.
     """
     if not isinstance(dim, int):
         raise ConfigError(f"pad_across_processes(dim={dim!r:.80}). Expected an integer.")
     leaves, rebuild = flatten(tensor)
-    check_tensors(leaves, "pad_across_processes")
+
+    def encode() -> bytes:
+        check_tensors(leaves, "pad_across_processes")
+        return pickle.dumps({name: list(leaf.shape) for name, leaf in leaves})
+
+    everyone = [pickle.loads(part) for part in gather_encoded(encode, "pad_across_processes")]
     if world_size() == 1:
         return tensor
-    everyone = exchange({name: list(leaf.shape) for name, leaf in leaves}, "pad_across_processes")
     if len({tuple((name, len(shape)) for name, shape in shapes.items()) for shapes in everyone}) > 1:
         lines = "\n".join(f"- Process {index}: {shapes.get('', shapes)}" for index, shapes in enumerate(everyone))
         raise ShapeMismatchError(
@@ -216,13 +233,17 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
     Args:
         tensor: the tensor on the process that has it, None on the others.
     Raises:
-        TypeError: it is neither a tensor nor None.
+        TypeError: on every process: what one of them has is neither a tensor nor None.
         DistributedError: on every process: none has a tensor, or several have.
     """
-    if tensor is not None:
+
+    def encode() -> bytes:
+        if tensor is None:
+            return pickle.dumps(None)
         check_tensors([("", tensor)], "copy_tensor_to_devices")
-    own = None if tensor is None else [list(tensor.shape), str(tensor.dtype), tensor.device.type]
-    everyone = exchange(own, "copy_tensor_to_devices")
+        return pickle.dumps((tensor.shape, tensor.dtype, tensor.device.type))
+
+    everyone = [pickle.loads(part) for part in gather_encoded(encode, "copy_tensor_to_devices")]
     owners = [index for index, found in enumerate(everyone) if found is not None]
     if len(owners) != 1:
         raise DistributedError(
@@ -230,12 +251,13 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
             " and None on the others."
         )
     shape, dtype, device = everyone[owners[0]]
-    if tensor is None:
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
     if world_size() == 1:
+        assert tensor is not None
         return tensor
+    target = torch.empty(shape, dtype=dtype, device=device) if tensor is None else in_own_memory(tensor)
     with watch.collective("copy_tensor_to_devices"):
-        return _broadcast_tensor(tensor, owners[0])
+        send(target, owners[0])
+    return target
 
 
 def wait_for_everyone() -> None:
@@ -245,65 +267,6 @@ def wait_for_everyone() -> None:
         DistributedError: others are in another operation, such as `gather`; shows which.
     """
     gather_bytes(b"", "wait_for_everyone")
-
-
-def _gather_tensors(tensors: list[Tensor]) -> list[Tensor]:
-    parts = [_as_bytes(tensor) for tensor in tensors]
-    sizes = [part.numel() for part in parts]
-    is_small = sum(sizes) <= _SMALL_BYTES and len({part.device for part in parts}) == 1
-    if len(parts) > 1 and is_small:
-        rows = list(torch.split(_gather_rows(torch.cat(parts)), sizes, dim=1))
-    else:
-        rows = [_gather_rows(part) for part in parts]
-    return [_joined(row, tensor) for row, tensor in zip(rows, tensors, strict=True)]
-
-
-def _gather_rows(part: Tensor) -> Tensor:
-    """A row of bytes from each process."""
-    rows = part.new_empty(world_size(), part.numel())
-    if part.numel():
-        gather_into(rows.view(-1), part)
-    return rows
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, in its own memory where it is contiguous. Every backend sends them, whatever the type."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.view(-1).view(torch.uint8)
-
-
-def _joined(rows: Tensor, like: Tensor) -> Tensor:
-    # A part of a larger row may begin where its type can't.
-    memory = (
-        rows
-        if rows.is_contiguous() and rows.storage_offset() == 0
-        else rows.clone(memory_format=torch.contiguous_format)
-    )
-    shape = like.shape or torch.Size([1])
-    return memory.view(-1).view(like.dtype).view(world_size() * shape[0], *shape[1:])
-
-
-def _broadcast_tensor(tensor: Tensor, from_process: int) -> Tensor:
-    is_own_memory = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    target = tensor if is_own_memory else tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if target.numel():
-        dist.broadcast(_as_bytes(target), from_process)
-    return target
-
-
-def _sum_tensor(tensor: Tensor) -> Tensor:
-    is_own_sum = tensor.device.type == "cpu" and (
-        tensor.dtype not in _GLOO_SUMS or tensor.numel() * tensor.element_size() <= _SMALL_BYTES
-    )
-    if is_own_sum:
-        rows = _gather_rows(_as_bytes(tensor))
-        memory = rows.view(-1).view(tensor.dtype).view(world_size(), *tensor.shape)
-        return memory.any(0) if tensor.dtype is torch.bool else memory.sum(0, dtype=tensor.dtype)
-    if tensor.dtype is torch.bool:
-        return _sum_tensor(tensor.to(torch.uint8)).bool()
-    total = tensor.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total)
-    return total
 
 
 def _padded(tensor: Tensor, dim: int, size: int, value: int, is_first: bool) -> Tensor:

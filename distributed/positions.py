@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MEETING = "meeting"
+"""A wait for all processes, which nobody leaves before all have come."""
+AVERAGING = "averaging"
+"""An averaging of gradients after a backward pass that the user's code makes."""
+
 
 @dataclass(slots=True)
 class Position:
@@ -19,6 +24,10 @@ class Position:
     """The collective that its main thread is inside of, None outside."""
     entries: int = 0
     """How many collectives it has entered, so that a reader can tell one that lasts from one that follows."""
+    kind: str | None = None
+    """That of the collective, if it is one of those above."""
+    num_averagings: int = 0
+    """How many of these it has begun."""
 
     def __str__(self) -> str:
         parts = [self.event]

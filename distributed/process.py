@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
+import torch.distributed as dist
 
 from . import group, operations
 from .affinity import bind_to_cores
@@ -240,9 +241,23 @@ class ProcessState(ProcessMethods):
             bind_to_cores(self.place, self.device)
         group.connect(self.place, self.device, **self._options)
 
+    @property
+    def backend(self) -> str | None:
+        """Torch's word for how the processes talk, such as `"gloo"`; None for one process, and before they met."""
+        return str(dist.get_backend()) if self.use_distributed and group.is_connected() else None
+
+    @property
+    def debug(self) -> bool:
+        """Whether the launcher was told to debug. What is sent is compared in any case."""
+        return bool(read_flag("DEBUG_MODE"))
+
     def destroy_process_group(self) -> None:
         """Leave the group of processes. Collective."""
         group.disconnect()
+
+    def __repr__(self) -> str:
+        over = "" if self.backend is None else f" over {self.backend}"
+        return f"process {self.process_index} of {self.num_processes} on {self.device}, {self.distributed_type}{over}"
 
     def _take(self, place: Place) -> None:
         self.place = place

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -165,3 +165,54 @@ def preserved_random_state(device: torch.device) -> Iterator[None]:
         yield
     finally:
         set_random_state(state, device)
+
+
+def random_tree(device: torch.device) -> dict[str, Any]:
+    """The random states of this process as plain values and tensors, for a checkpoint. Local.
+
+    Args:
+        device: where the process computes; its generator is among them unless it is the CPU.
+    """
+    state = get_random_state(device)
+    version, numbers, gauss = state.python
+    tree: dict[str, Any] = {
+        "python": {"version": version, "state": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},
+        "torch": state.torch_cpu,
+    }
+    if state.numpy is not None:
+        algorithm, keys, position, has_gauss, cached = state.numpy
+        tree["numpy"] = {
+            "algorithm": algorithm,
+            "keys": torch.tensor(keys.tolist(), dtype=torch.int64),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached_gaussian": float(cached),
+        }
+    if state.device is not None:
+        tree[device.type] = state.device
+    return tree
+
+
+def restore_random_tree(tree: Mapping[str, Any], device: torch.device) -> list[str]:
+    """Put back the states that `random_tree` gave. Local.
+
+    Returns:
+        What it does not hold of what this process draws from, such as the generator of another type of device.
+    """
+    python = tree["python"]
+    random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
+    torch.set_rng_state(tree["torch"])
+    if (saved := tree.get("numpy")) is not None:
+        import numpy
+
+        keys = numpy.array(saved["keys"].tolist(), dtype=numpy.uint32)
+        numpy.random.set_state(
+            (saved["algorithm"], keys, saved["position"], saved["has_gauss"], saved["cached_gaussian"])
+        )
+    missing = ["numpy"] if saved is None and "numpy" in sys.modules else []
+    if device.type == "cpu":
+        return missing
+    if device.type not in tree:
+        return [*missing, device.type]
+    torch.get_device_module(device).set_rng_state(tree[device.type], device)
+    return missing

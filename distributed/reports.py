@@ -10,7 +10,7 @@ from .failures import Answer, Failure, indent
 
 # More stacks than this are not read; those of the missing processes come first.
 MOST_STACKS = 16
-_ENDED = "its script has ended, at"
+_LEFT = "its script has ended, or it has left the group, at"
 
 
 def waited_seconds(message: str, timeout: timedelta | None) -> float | None:
@@ -37,7 +37,7 @@ def timeout_report(
         waited: for how many seconds, None if nobody knows.
         answers: by process; who is not in it did not answer.
         count: the number of processes.
-        left: where those stood that have ended their script.
+        left: where those stood that have ended their script, or left the group.
     """
     missing = [other for other in range(count) if other not in answers or answers[other].operation != operation]
     after = "" if waited is None else f" after {waited:g} s"
@@ -61,14 +61,17 @@ def loss_report(
     gone = [other for other in range(count) if other not in answers and other not in left]
     known = []
     if left:
-        known.append(f"Its script has ended: {_processes(left)}. Look for an exit, or for calls that only others make.")
+        known.append(
+            f"Its script has ended, or it has left the group: {_processes(left)}. Look for an exit, or for calls that "
+            "only others make."
+        )
     if is_store_lost:  # so that nobody could be asked
         known.append("The store that processes share can't be reached: its host, process 0 or the launcher, is gone.")
     elif gone:
         known.append(f"No answer from {_processes(gone)}: killed or crashed, or its interpreter is blocked.")
     elif not left:
         known.append("All processes answer: the network between them failed, or one of them left the group.")
-    places = [f"process {other}: {_ENDED} {place}" for other, place in left.items()]
+    places = [f"process {other}: {_LEFT} {place}" for other, place in left.items()]
     return "\n".join(
         (
             f"process {index} lost its connection to another process in {operation!r}. {' '.join(known)}",
@@ -98,7 +101,7 @@ def _places(answers: Mapping[int, Answer], count: int, left: Mapping[int, str], 
             if position < MOST_STACKS:
                 lines.append(indent(answers[other].stack))
         elif other in left:
-            lines.append(f"process {other}: {_ENDED} {left[other]}")
+            lines.append(f"process {other}: {_LEFT} {left[other]}")
         else:
             lines.append(f"process {other}: does not answer")
     return "\n".join(lines)

@@ -1,23 +1,30 @@
-"""The channel on which processes send each other control messages: one all-gather of slots of the same size.
+"""The channel on which processes send each other control messages: slots, one of each process to every process.
 
-Every message begins with such a gather, whatever it is: a barrier, a vector, a value, an object. A slot says how long
-the message is and which operation it belongs to. So two different operations that meet have buffers of the same size
-(gloo ends the process where sizes differ), and each process sees what each other one is doing.
+Every message begins so, whatever it is: a barrier, a vector, a value, an object. A slot says how long the message is
+and which operation it belongs to. So two different operations that meet are alike for what carries them (gloo ends the
+process where sizes differ), and each process sees what each other one is doing.
+
+What carries slots is the memory of the machine where all processes share one (`shared.py`), else torch's default group.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import struct
-from typing import Any
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import watch
 from .errors import DistributedError
+from .group import joined_place
 
 HEADER_BYTES = 64
 """Before the payload of a slot: its whole length (8), and the operation's tag (8) and name (48)."""
@@ -29,41 +36,45 @@ _LENGTH = struct.Struct("<Q")
 _NAME_BYTES = HEADER_BYTES - _LENGTH.size - 8
 
 
-class Channel:
-    """The slots of torch's default group. All its processes change their capacity at the same call.
+class Carrier(Protocol):
+    """What brings slots from every process to every process."""
 
-    Args:
-        num_processes: how many are in the group.
-    """
-
-    def __init__(self, num_processes: int) -> None:
-        self.num_processes = num_processes
-        self.capacity = FIRST_CAPACITY
-        """Bytes of payload in the next slot."""
-        self.device = control_device()
-        """Where slots travel."""
-
-    def slot(self, payload: bytes, operation: str) -> bytearray:
-        """A slot with the payload as far as the capacity goes. Local."""
-        slot = self.empty_slot(len(payload), operation)
-        part = payload[: self.capacity]
-        slot[HEADER_BYTES : HEADER_BYTES + len(part)] = part
-        return slot
-
-    def empty_slot(self, length: int, operation: str) -> bytearray:
-        """A slot for a payload of `length` bytes, which is to be written after the header. Local."""
-        slot = bytearray(HEADER_BYTES + self.capacity)
-        slot[:HEADER_BYTES] = _LENGTH.pack(length) + _mark(operation)
-        return slot
-
-    def send(self, slot: bytearray, *, waits: bool = True) -> SentSlot:
+    def send(self, slot: bytes, size: int) -> Callable[[], list[bytes]]:
         """Begin to send a slot to every process, and to receive theirs. Collective.
 
         Args:
-            slot: this process's, of the present capacity.
-            waits: return when all have arrived.
+            slot: this process's.
+            size: bytes that each process has room for, the same on all.
+        Returns:
+            What waits for all of them, and gives them, process 0 first; they may be filled up to the size.
         """
-        return SentSlot(slot, self.num_processes, self.device, waits)
+
+
+class Channel:
+    """The control messages of torch's default group.
+
+    Args:
+        carrier: brings the slots.
+        capacity: bytes of payload in the first slots. All processes change it at the same call.
+    """
+
+    def __init__(self, carrier: Carrier, capacity: int = FIRST_CAPACITY) -> None:
+        self._carrier = carrier
+        self.capacity = capacity
+        """Bytes of payload in the next slot."""
+        self.num_sent = 0
+        """Slots that this process has sent."""
+
+    def send(self, payload: bytes, operation: str) -> SentSlot:
+        """Begin to send a payload to every process, as far as the capacity goes, and to receive theirs. Collective.
+
+        Args:
+            payload: this process's.
+            operation: what it belongs to.
+        """
+        self.num_sent += 1
+        slot = _LENGTH.pack(len(payload)) + _mark(operation) + payload[: self.capacity]
+        return SentSlot(self._carrier.send(slot, HEADER_BYTES + self.capacity))
 
     def grow(self, length: int) -> None:
         """Have room for payloads of this length from now on, as far as that is sensible. Local; alike everywhere."""
@@ -74,47 +85,62 @@ class Channel:
 class SentSlot:
     """Slots on their way from every process to every process. Made by `Channel.send`."""
 
-    __slots__ = ("_output", "_received", "_source", "_target", "_work", "size")
+    __slots__ = ("_receive",)
 
-    def __init__(self, slot: bytearray, num_processes: int, device: torch.device, waits: bool) -> None:
-        self.size = len(slot)
-        """Bytes of one slot."""
-        self._received = bytearray(num_processes * self.size)
-        self._source = torch.frombuffer(slot, dtype=torch.uint8)  # shares the memory
-        self._target = self._output = torch.frombuffer(self._received, dtype=torch.uint8)
-        if device.type != "cpu":
-            self._source, self._output = self._source.to(device), self._target.to(device)
-        self._work = gather_into(self._output, self._source, async_op=not waits)
+    def __init__(self, receive: Callable[[], list[bytes]]) -> None:
+        self._receive = receive
 
-    def read(self) -> bytearray:
-        """The slots of all processes, one after another; waits for them.
+    def read(self) -> list[Slot]:
+        """The slots of all processes, process 0 first; waits for them.
 
         Raises:
             DistributedError: on every process: they are in different operations; shows which.
         """
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        if self._output is not self._target:
-            self._target.copy_(self._output)
-            self._output = self._target
-        received, size = self._received, self.size
-        marks = {bytes(received[start + 8 : start + HEADER_BYTES]) for start in range(0, len(received), size)}
-        if len(marks) > 1:
-            raise _different_operations(received, size)
-        return received
+        slots = self._receive()
+        if len({slot[8:HEADER_BYTES] for slot in slots}) > 1:
+            raise _different_operations(slots)
+        return [Slot(slot) for slot in slots]
 
-    def lengths(self) -> list[int]:
-        """The length of each process's payload. Local, after `read`."""
-        return [_LENGTH.unpack_from(self._received, start)[0] for start in range(0, len(self._received), self.size)]
 
-    def payloads(self) -> list[bytes]:
-        """Each process's payload, as far as the capacity went. Local, after `read`."""
-        found = []
-        for index, length in enumerate(self.lengths()):
-            start, end = index * self.size + HEADER_BYTES, (index + 1) * self.size
-            found.append(bytes(self._received[start : min(start + length, end)]))
-        return found
+class Slot:
+    """What one process has sent."""
+
+    __slots__ = ("_bytes", "length")
+
+    def __init__(self, received: bytes) -> None:
+        self._bytes = received
+        (self.length,) = _LENGTH.unpack_from(received)
+        """Bytes of the whole payload."""
+
+    @property
+    def payload(self) -> bytes:
+        """The payload, as far as the capacity went."""
+        return self._bytes[HEADER_BYTES : HEADER_BYTES + self.length]
+
+
+class GroupCarrier:
+    """Carries slots by one all-gather of torch's default group."""
+
+    def __init__(self) -> None:
+        self._count = dist.get_world_size()
+        self._device = control_device()
+
+    def send(self, slot: bytes, size: int) -> Callable[[], list[bytes]]:
+        """See `Carrier.send`."""
+        received = bytearray(self._count * size)
+        target = output = torch.frombuffer(received, dtype=torch.uint8)  # shares the memory
+        source = torch.frombuffer(bytearray(slot.ljust(size, b"\0")), dtype=torch.uint8)
+        if self._device.type != "cpu":
+            source, output = source.to(self._device), target.to(self._device)
+        work = gather_into(output, source, async_op=True)
+
+        def receive() -> list[bytes]:
+            work.wait()
+            if output is not target:
+                target.copy_(output)
+            return [bytes(received[start : start + size]) for start in range(0, len(received), size)]
+
+        return receive
 
 
 # torch has one default group; it is gone when a script destroys it, and with it its channel.
@@ -122,11 +148,11 @@ _channels: WeakKeyDictionary[Any, Channel] = WeakKeyDictionary()
 
 
 def channel() -> Channel:
-    """That of torch's default group. Local."""
+    """That of torch's default group. Collective the first time, when processes find out what can carry it."""
     group = dist.group.WORLD
     found = _channels.get(group)
     if found is None:
-        found = _channels[group] = Channel(dist.get_world_size())
+        found = _channels[group] = _open_channel()
     return found
 
 
@@ -145,6 +171,36 @@ def control_device() -> torch.device:
     return device
 
 
+def group_timeout() -> timedelta | None:
+    """How long the default group's collectives wait for other processes, None where its backend doesn't say. Local."""
+    backend = dist.distributed_c10d._get_default_group()._get_backend(control_device())
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+def _open_channel() -> Channel:
+    over_group = Channel(GroupCarrier())
+    if os.name != "posix":  # there are no locks that end with their process
+        return over_group
+    from .shared import open_shared
+
+    place = joined_place()
+
+    def gather(text: str) -> list[str]:
+        return [slot.payload.decode() for slot in over_group.send(text.encode(), "open a channel").read()]
+
+    memory = open_shared(
+        gather,
+        dist.get_rank(),
+        node=0 if place is None else place.node_index,
+        largest=HEADER_BYTES + LARGEST_CAPACITY,
+        timeout=group_timeout() or dist.default_pg_timeout,
+    )
+    if memory is None:
+        return over_group
+    watch.note_connection(memory)
+    return Channel(memory, LARGEST_CAPACITY)
+
+
 @functools.lru_cache(maxsize=256)
 def _mark(operation: str) -> bytes:
     """What tells an operation from others, also where its name does not fit in: a tag, and how its name begins."""
@@ -152,9 +208,8 @@ def _mark(operation: str) -> bytes:
     return hashlib.blake2b(name, digest_size=8).digest() + name[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
 
 
-def _different_operations(received: bytearray, size: int) -> DistributedError:
-    names = [bytes(received[start + 16 : start + HEADER_BYTES]) for start in range(0, len(received), size)]
-    shown = [name.rstrip(b"\0").decode(errors="ignore") for name in names]
+def _different_operations(slots: list[bytes]) -> DistributedError:
+    shown = [slot[16:HEADER_BYTES].rstrip(b"\0").decode(errors="ignore") for slot in slots]
     where = "; ".join(f"process {index}: {name}" for index, name in enumerate(shown))
     return DistributedError(
         f"the processes are in different operations: {where}. All have to make the same calls in the same order: look "

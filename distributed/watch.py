@@ -13,13 +13,15 @@ What holds, with gloo, for processes that have joined by `group.connect`:
   that report on stderr and exit code 1: after 10 s in one collective, and after 20 s of anything else.
 - **A process that is killed** says nothing. The others raise `PeerFailedError` with what is known: who does not answer,
   and where those stand that do.
+- **A backward pass of manual optimization that one process leaves out** ends all in about 5 s, see `divergence.py`.
 - **A hang** ends when the group's timeout (`InitProcessGroupKwargs(timeout=...)`) is over, plus about 5 s: those that
   wait raise `CollectiveTimeoutError` with who never arrived, and for each process its place and its Python stack. The
   process that hangs is ended 20 s later, unless its launcher does so before.
 
-A group that a script made itself is watched as well, but its connections aren't known: nobody is woken, and the last
-resort serves. With NCCL collectives return before they are done, and torch's own watchdog ends a process whose
-collective times out; what this package exchanges between hosts travels over gloo there too, and is watched as here.
+A group that a script made itself is watched as well, but its connections aren't known: who waits in a collective of
+torch is not woken, and the last resort serves. With NCCL collectives return before they are done, and torch's own
+watchdog ends a process whose collective times out; what this package exchanges between processes travels over gloo or
+through shared memory there too, and is watched as here.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from .board import Board
-from .connections import Connections, port_of
+from .connections import Closable, Connections, port_of
 from .errors import CollectiveTimeoutError, LoopwrightError, PeerFailedError
 from .failures import Failure
 from .outcomes import record_failure
@@ -48,6 +50,7 @@ __all__ = [
     "collective",
     "first_failure",
     "leave_group_after",
+    "note_connection",
     "noted_connections",
     "stand",
     "start_watch",
@@ -73,19 +76,21 @@ class collective:  # noqa: N801  (a context that reads like a function)
 
     Args:
         operation: what a reader calls it: `"gather"`.
+        kind: `MEETING` or `AVERAGING` (`positions`), where the watch is to compare it with those of the others.
     Raises:
         PeerFailedError: torch's connection to another process broke.
         CollectiveTimeoutError: torch waited for another process in vain.
     """
 
-    __slots__ = ("_operation", "_outer")
+    __slots__ = ("_kind", "_operation", "_outer")
 
-    def __init__(self, operation: str) -> None:
+    def __init__(self, operation: str, kind: str | None = None) -> None:
         self._operation = operation
+        self._kind = kind
 
     def __enter__(self) -> None:
-        self._outer = HERE.operation
-        HERE.operation = self._operation
+        self._outer = HERE.operation, HERE.kind
+        HERE.operation, HERE.kind = self._operation, self._kind
         HERE.entries += 1
 
     def __exit__(
@@ -95,7 +100,7 @@ class collective:  # noqa: N801  (a context that reads like a function)
             if kind is not None and isinstance(error, RuntimeError) and not isinstance(error, LoopwrightError):
                 _translate(self._operation, error)
         finally:
-            HERE.operation = self._outer
+            HERE.operation, HERE.kind = self._outer
 
 
 def _translate(operation: str, error: RuntimeError) -> None:
@@ -145,6 +150,11 @@ def noted_connections() -> Iterator[None]:
         yield
 
 
+def note_connection(connection: Closable) -> None:
+    """Let the watch close this one together with those of torch's default group. Local."""
+    _Current.connections.include(connection)
+
+
 def start_watch(process_index: int, num_processes: int, timeout: timedelta | None = None) -> None:
     """Begin to watch over torch's default group, unless it is watched already. Local; all processes have to do it.
 
@@ -166,17 +176,24 @@ def start_watch(process_index: int, num_processes: int, timeout: timedelta | Non
 
 
 def stop_watch() -> None:
-    """End what `start_watch` began, and put its hooks back. Local; does nothing without a watch."""
+    """Tell the others that this process leaves, and end what `start_watch` began. Local; nothing without a watch."""
     watch, hooks = _Current.watch, _Current.hooks
     _Current.watch = _Current.hooks = _Current.group = None
     if hooks is not None:
         hooks.remove()
     if watch is not None:
+        watch.say_left()
+        _Current.connections.leave()  # others may hold it: a model's wrapper, a message that nobody has read
         watch.stop()
 
 
 def _end() -> None:
-    """The interpreter ends: a thread that talks to a store must not be there any more then."""
-    if _Current.watch is not None:
-        _Current.watch.say_left()
+    """The interpreter ends: a thread that talks to a store must not be there any more then, nor one of gloo.
+
+    Torch leaves gloo's threads alone at the end, and now and then one of them ends the process by SIGABRT.
+    """
+    watch = _Current.watch
     stop_watch()
+    if watch is not None and dist.is_initialized() and "nccl" not in str(dist.get_backend_config()):
+        watch.close_connections()  # else leaving would wait for what is under way
+        leave_group()

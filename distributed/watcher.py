@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .board import Board
+from .divergence import Waiting, divergence
 from .errors import CollectiveTimeoutError, DistributedError, PeerFailedError
 from .failures import Answer, Failure
 from .positions import HERE
@@ -28,6 +29,8 @@ EXAMINING = 6.0
 """How long a time-out takes to be reported by the process that saw it first."""
 FAILING_ALIKE = 3.0
 """How long a failing process waits whether all others fail as well."""
+WAITING = 6
+"""Looks at the board for which a process has been in one collective before it tells the others."""
 WAKING = 5.0
 """How long a process waits in one collective for one that failed, before its connections are closed."""
 STUCK = 10.0
@@ -82,6 +85,10 @@ class Watch:
         self._rounds_before = 0  # how many had been when it was announced
         self._entries = 0
         self._entered_since = time.monotonic()
+        self._num_looks = 0  # since then
+        self._averagings_before = HERE.num_averagings
+        self._waiting: dict[int, Waiting] = {}  # the last that each process told of
+        self._divergence: str | None = None  # what this process waits in vain for
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="loopwright-watch", daemon=True)
         self._thread.start()
@@ -92,6 +99,7 @@ class Watch:
         while not self._stopping.wait(POLL):
             self.look()
             self._end_if_stuck()
+            self._end_if_apart()
 
     def look(self) -> None:
         """Read new notices and answer them. Local; from any thread, never waits for another process."""
@@ -111,6 +119,10 @@ class Watch:
             return
         if notice["kind"] == "failure":
             self._take_failure(Failure(**notice["failure"]))
+        elif notice["kind"] == "waiting":
+            waiting = Waiting(**notice["waiting"])
+            self._waiting[waiting.index] = waiting
+            return
         else:
             self._left[notice["index"]] = notice["place"]
         self._board.count("read", number, by=1)
@@ -127,7 +139,7 @@ class Watch:
         """Wake a main thread that waits for a process which failed; where that is no use, end this process."""
         now = time.monotonic()
         if HERE.operation is None or HERE.entries != self._entries:
-            self._entries, self._entered_since = HERE.entries, now
+            self._entries, self._entered_since, self._num_looks = HERE.entries, now, 0
         failure = self.failure
         if failure is None:
             return
@@ -136,6 +148,22 @@ class Watch:
             self.close_connections()
         if min(known, inside) >= STUCK or (known >= UNAWARE and not self.is_failing):
             end_at_once(last_report(self.index, failure, known, Answer.now(self.index)), 1)
+
+    def _end_if_apart(self) -> None:
+        """Tell the others where this process waits, and wake it where one of them waits for it elsewhere.
+
+        It counts looks instead of time: a process that was stopped for a while has waited for nobody.
+        """
+        self._num_looks += 1
+        if self._num_looks < WAITING or HERE.kind is None or self.failure is not None:
+            return
+        own = Waiting.now(self.index, self._averagings_before)
+        if self._num_looks == WAITING:
+            self._post(kind="waiting", waiting=own.as_dict())
+        found = [text for other in list(self._waiting.values()) if (text := divergence(own, other)) is not None]
+        if found and HERE.entries == self._entries:
+            self._divergence = found[0]
+            self.close_connections()
 
     # What the main thread asks for
 
@@ -155,7 +183,7 @@ class Watch:
         return len(self._rounds) > rounds and self._rounds[rounds]
 
     def say_left(self) -> None:
-        """Tell the others that this process's script ends while the group is there. Local."""
+        """Tell the others that this process leaves: its script ends, or it left the group in order. Local."""
         if self.is_failing:
             return
         number = self._post(kind="left", index=self.index, place=str(HERE))
@@ -168,7 +196,9 @@ class Watch:
     def explain(self, operation: str, error: RuntimeError) -> DistributedError | None:
         """What an error of torch out of a collective means; None if it says nothing about other processes. Local."""
         text = str(error).lower()
-        if any(words in text for words in _TIMEOUTS):
+        if self._divergence is not None:
+            explained: DistributedError = DistributedError(self._divergence)
+        elif any(words in text for words in _TIMEOUTS):
             explained = self._explain_timeout(operation, str(error))
         elif any(words in text for words in _LOSSES):
             explained = self._explain_loss(operation)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = [
+__all__ = [  # noqa: RUF022 - in the order of `sorted`, as a test wants it
     "Accelerator",
+    "AcceleratorState",
     "AutocastKwargs",
     "BatchSamplerShard",
     "CSVTracker",
@@ -29,6 +30,7 @@ __all__ = [
     "DistributedError",
     "DistributedType",
     "Duration",
+    "EMA",
     "EarlyStopping",
     "EndEpoch",
     "GarbageCollection",
@@ -56,12 +58,14 @@ __all__ = [
     "PartialState",
     "PeerFailedError",
     "Plan",
+    "Preemption",
     "Presharded",
     "ProcessState",
     "ProfileKwargs",
     "ProgressBar",
     "ProjectConfiguration",
     "RunState",
+    "SWA",
     "ShapeMismatchError",
     "SingleDeviceStrategy",
     "SkipBatch",
@@ -95,14 +99,17 @@ _NAMES_OF_MODULE = {
     "callbacks.callback": ("Callback", "EndEpoch", "SkipBatch", "StopRun"),
     "callbacks.checkpoint": ("ModelCheckpoint",),
     "callbacks.early_stopping": ("EarlyStopping",),
+    "callbacks.ema": ("EMA",),
     "callbacks.garbage": ("GarbageCollection",),
     "callbacks.gradients": ("GradientMonitor",),
     "callbacks.intervals": ("Duration", "Interval"),
     "callbacks.learning_rate": ("LearningRateMonitor",),
     "callbacks.nan_guard": ("NaNGuard",),
+    "callbacks.preemption": ("Preemption",),
     "callbacks.progress": ("ProgressBar",),
     "callbacks.state": ("RunState",),
     "callbacks.summary": ("ModelSummary",),
+    "callbacks.swa": ("SWA",),
     "callbacks.throughput": ("ThroughputMonitor",),
     "callbacks.timer": ("Timer",),
     "checkpoint.weights": ("load_weights", "save_weights"),
@@ -157,6 +164,7 @@ _NAMES_OF_MODULE = {
     "trackers.tracker": ("Tracker",),
     "trackers.wandb": ("WandbTracker",),
     "trainer.accelerator": ("Accelerator",),
+    "trainer.accelerator_state": ("AcceleratorState",),
     "trainer.plan_report": ("Plan",),
     "trainer.profiling": ("ProfileKwargs",),
     "trainer.project": ("ProjectConfiguration",),
@@ -169,14 +177,17 @@ if TYPE_CHECKING:
     from .callbacks.callback import Callback, EndEpoch, SkipBatch, StopRun
     from .callbacks.checkpoint import ModelCheckpoint
     from .callbacks.early_stopping import EarlyStopping
+    from .callbacks.ema import EMA
     from .callbacks.garbage import GarbageCollection
     from .callbacks.gradients import GradientMonitor
     from .callbacks.intervals import Duration, Interval
     from .callbacks.learning_rate import LearningRateMonitor
     from .callbacks.nan_guard import NaNGuard
+    from .callbacks.preemption import Preemption
     from .callbacks.progress import ProgressBar
     from .callbacks.state import RunState
     from .callbacks.summary import ModelSummary
+    from .callbacks.swa import SWA
     from .callbacks.throughput import ThroughputMonitor
     from .callbacks.timer import Timer
     from .checkpoint.weights import load_weights, save_weights
@@ -231,6 +242,7 @@ if TYPE_CHECKING:
     from .trackers.tracker import Tracker
     from .trackers.wandb import WandbTracker
     from .trainer.accelerator import Accelerator
+    from .trainer.accelerator_state import AcceleratorState
     from .trainer.plan_report import Plan
     from .trainer.profiling import ProfileKwargs
     from .trainer.project import ProjectConfiguration

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..distributed import watch
 from ..distributed.errors import ConfigError
+from ..distributed.positions import AVERAGING, HERE
 
 
 def average(tensors: Iterable[Tensor], operation: str) -> None:
@@ -45,7 +46,8 @@ def average_gradients(parameters: Iterable[Tensor], operation: str) -> None:
             "manual optimization over several processes got a sparse gradient, which it can't average. Make the "
             "embedding with sparse=False, or use automatic optimization."
         )
-    with torch.no_grad(), watch.collective(operation):
+    with torch.no_grad(), watch.collective(operation, AVERAGING):
+        HERE.num_averagings += 1
         for alike in _by_format(wanted):
             present = [float(parameter.grad is not None) for parameter in alike]
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in alike]

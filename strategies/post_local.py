@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 from torch import nn
 from torch.optim import Optimizer
 
@@ -20,7 +22,7 @@ class PostLocalSGD:
     def __init__(self, warmup_steps: int, period: int) -> None:
         self.warmup_steps = warmup_steps
         self.period = period
-        self._steps: dict[int, int] = {}
+        self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def register(self, model: nn.parallel.DistributedDataParallel) -> None:
         """Let a model send its gradients only during the warm-up. Local."""
@@ -34,6 +36,6 @@ class PostLocalSGD:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Count a step, also one that was skipped in this process, and average the weights if due. Collective then."""
-        steps = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if steps > self.warmup_steps and (steps - self.warmup_steps) % self.period == 0:
             average(parameters_of(optimizer), "averaging of weights (post-local SGD)")

@@ -66,7 +66,9 @@ def must_reduce(replica: DistributedDataParallel) -> bool:
 
 def note_backward(replica: DistributedDataParallel) -> None:
     """Note that the loss of the newest forward pass has gone backward. Local."""
-    replica.__dict__[_AT_BACKWARD] = getattr(replica.module, "num_calls", 0)
+    module = replica.module
+    if isinstance(module, MethodForward):
+        replica.__dict__[_AT_BACKWARD] = module.num_calls
 
 
 def has_open_forward(replica: DistributedDataParallel) -> bool:
@@ -74,7 +76,8 @@ def has_open_forward(replica: DistributedDataParallel) -> bool:
 
     It is known where another method than forward is called, as the Trainer does.
     """
-    return bool(getattr(replica.module, "num_calls", 0) != replica.__dict__.get(_AT_BACKWARD, 0))
+    module = replica.module
+    return isinstance(module, MethodForward) and bool(module.num_calls != replica.__dict__.get(_AT_BACKWARD, 0))
 
 
 def trained_names(replica: DistributedDataParallel) -> list[str]:

@@ -45,7 +45,7 @@ class GatedScheduler:
         self.gradient_state = gradient_state
         self.steps_per_call = steps_per_call
         self.step_with_optimizer = step_with_optimizer
-        self._accumulated_calls = 0
+        self.accumulated_calls = 0
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step if the optimizers' last steps were applied; while gradients accumulate, do nothing.
@@ -55,10 +55,10 @@ class GatedScheduler:
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
         elif not self.gradient_state.sync_gradients:
-            self._accumulated_calls += 1
+            self.accumulated_calls += 1
         else:
-            calls = 1 + self._accumulated_calls if self.gradient_state.adjust_scheduler else 1
-            self._accumulated_calls = 0
+            calls = 1 + self.accumulated_calls if self.gradient_state.adjust_scheduler else 1
+            self.accumulated_calls = 0
             if any(optimizer.step_was_skipped for optimizer in self.optimizers):
                 return
             # One that is given a metric or an epoch has nothing new to see at a second call.

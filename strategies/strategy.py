@@ -189,6 +189,13 @@ class Strategy(ABC):
         """Take back what `optimizer_state` gave."""
         optimizer.load_state_dict(dict(state))
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the strategy itself, of this process alone. Local."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave, after `setup`. Local."""
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The model without what data parallelism and the compiler put around it. Nothing is changed."""
         return unwrapped(model)

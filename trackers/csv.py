@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from ..distributed.atomic import whole_file
 from ..distributed.errors import TrackerError
-from .files import RunRecord, cut_partial_line
+from .files import Behind, RunRecord, cut_partial_line, flush_to_disk, say_removed
 from .names import NameRule
 from .tracker import RunInfo, Status, Tracker, opened
 
@@ -22,7 +22,8 @@ class CSVTracker(Tracker):
 
     A metric that appears for the first time adds a column at the right: the file is then written anew beside the old
     one and replaces it whole. NaN and the infinities are `nan`, `inf` and `-inf`. The configuration and the outcome
-    stand in `metrics.run.json`. A run that is resumed in the same folder goes on in the same file.
+    stand in `metrics.run.json`. A run that is resumed in the same folder goes on in the same file, which becomes what
+    it was at the step that it resumes from.
 
     Args:
         path: the file. The default is `metrics.csv` in the run's folder.
@@ -45,6 +46,8 @@ class CSVTracker(Tracker):
         path.parent.mkdir(parents=True, exist_ok=True)
         table = _Table(path)
         try:
+            if run.resumed_step is not None:
+                say_removed(self.name, table.remove_later(run), run.resumed_step, path)
             self._record = RunRecord(path, run, config)
         except BaseException:
             table.close()
@@ -59,6 +62,11 @@ class CSVTracker(Tracker):
         """
         table = opened(self._table, self)
         table.append({"step": step, **{NAMES.apply(name): value for name, value in metrics.items()}})
+
+    def flush(self) -> None:
+        """Put every row on the disk."""
+        if self._table is not None:
+            self._table.flush()
 
     def finish(self, status: Status) -> None:
         """Close the file and write the outcome."""
@@ -91,25 +99,53 @@ class _Table:
         _write(self._file, [[row.get(name, "") for name in self._columns]])
         self._file.flush()
 
+    def remove_later(self, run: RunInfo) -> int:
+        """Remove the rows that come again, and the columns that no other row has; returns the number of rows."""
+        kept, num_later, is_behind = set[int](), 0, Behind(run)
+        for row in self._data():
+            if _comes_again(row, is_behind):
+                num_later += 1
+            else:
+                kept.update(index for index, cell in enumerate(row) if cell)
+        if num_later:
+            columns = [name for index, name in enumerate(self._columns) if index in kept]
+            is_behind = Behind(run)
+            rows = (row for row in self._data() if not _comes_again(row, is_behind))
+            self._replace(columns, ([cell for index, cell in enumerate(row) if index in kept] for row in rows))
+        return num_later
+
+    def flush(self) -> None:
+        flush_to_disk(self._file)
+
     def close(self) -> None:
         self._file.close()
 
     def _grow(self, new: list[str]) -> None:
-        """Write the file anew with more columns. The old one stays whole until the new one replaces it."""
         columns = self._columns + new
+        self._replace(columns, (row + [""] * (len(columns) - len(row)) for row in self._data()))
+
+    def _replace(self, columns: list[str], rows: Iterable[Sequence[str]]) -> None:
+        """Write the file anew. The old one stays whole until the new one replaces it."""
         with whole_file(self._path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-            rows = self._rows()
-            next(rows, None)
-            _write(file, [columns])
-            _write(file, (row + [""] * (len(columns) - len(row)) for row in rows))
+            _write(file, [columns] if columns else [])  # before the first record there is no header
+            _write(file, rows)
         self._file.close()
         self._columns = columns
         self._file = self._path.open("a", encoding="utf-8", newline="")
+
+    def _data(self) -> Iterator[list[str]]:
+        rows = self._rows()
+        next(rows, None)
+        yield from rows
 
     def _rows(self) -> Iterator[list[str]]:
         if self._path.exists():
             with self._path.open(encoding="utf-8", newline="") as file:
                 yield from csv.reader(file)
+
+
+def _comes_again(row: Sequence[str], is_behind: Behind) -> bool:
+    return bool(row) and row[0].lstrip("-").isdecimal() and is_behind(int(row[0]))
 
 
 def _write(file: TextIO, rows: Iterable[Sequence[object]]) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..distributed.atomic import whole_file
 from .tracker import RunInfo
+
+logger = logging.getLogger(__name__)
 
 _BLOCK = 4096
 
@@ -43,6 +46,44 @@ def cut_partial_line(path: Path) -> None:
                 return
             end = start
         file.truncate(0)
+
+
+def flush_to_disk(file: IO[Any]) -> None:
+    """Put what was written where neither a kill nor the loss of power takes it."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def say_removed(tracker: str, num_rows: int, step: int, place: object) -> None:
+    """The one line that says what a resume from `step` has removed; none where there was nothing."""
+    if num_rows:
+        logger.info(
+            "tracker %r goes on behind step %d: %d later rows of an earlier leg were removed from %s.",
+            tracker,
+            step,
+            num_rows,
+            place,
+        )
+
+
+class Behind:
+    """Tells of a resumed run's earlier records, when it is asked for each in their order, which ones come again.
+
+    Args:
+        run: with the step that it resumes from.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        assert run.resumed_step is not None
+        self._step = run.resumed_step
+        self._num_last: float
+        self._last_step, self._num_last = run.last_record or (run.resumed_step, math.inf)
+
+    def __call__(self, step: int) -> bool:
+        if step == self._last_step:
+            self._num_last -= 1
+            return self._num_last < 0
+        return step > min(self._step, self._last_step)
 
 
 class RunRecord:

@@ -49,12 +49,6 @@ class GeneralTracker(Tracker):
     ) -> None:
         """Write one record."""
 
-    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write pictures."""
-
-    def log_table(self, table_name: str, *args: Any, step: int | None = None, **kwargs: Any) -> None:
-        """Write a table."""
-
     def finish(self, status: Status | None = None) -> None:
         """Close it."""
 
@@ -87,3 +81,24 @@ def _adapted_finish(own: Callable[[Any], None]) -> Callable[..., None]:
         own(self)
 
     return finish
+
+
+class SilentTracker(GeneralTracker):
+    """Writes nothing, whatever it is told: what other processes than the main one have in a tracker's place."""
+
+    name = "silent"
+
+    def log_images(self, *args: Any, **kwargs: Any) -> None:
+        """Write nothing."""
+
+    def log_table(self, *args: Any, **kwargs: Any) -> None:
+        """Write nothing."""
+
+    def log_figure(self, *args: Any, **kwargs: Any) -> None:
+        """Write nothing."""
+
+    def log_artifact(self, *args: Any, **kwargs: Any) -> None:
+        """Write nothing."""
+
+    def log_artifacts(self, *args: Any, **kwargs: Any) -> None:
+        """Write nothing."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
-from .files import RunRecord, cut_partial_line, strict_json
+from ..distributed.atomic import whole_file
+from .files import Behind, RunRecord, cut_partial_line, flush_to_disk, say_removed, strict_json
 from .names import NameRule
 from .tracker import RunInfo, Status, Tracker, opened
 
 NAMES = NameRule(reserved=frozenset({"step"}))
 """Metric names are kept; one called "step" gives way to the step."""
+_STEP = re.compile(rb'\{"step": (-?\d+)[,}]')  # how every line of ours begins
 
 
 class JSONLTracker(Tracker):
@@ -19,7 +22,7 @@ class JSONLTracker(Tracker):
 
     Every line is strict JSON: NaN and the infinities are the texts "NaN", "Infinity" and "-Infinity", which Python's
     `float()` reads. The configuration and the outcome stand beside it in `metrics.run.json`. A run that is resumed in
-    the same folder goes on in the same file.
+    the same folder goes on in the same file; lines behind the step that it resumes from are removed.
 
     Args:
         path: the file. The default is `metrics.jsonl` in the run's folder.
@@ -37,6 +40,8 @@ class JSONLTracker(Tracker):
         path = self.path or run.directory / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         cut_partial_line(path)
+        if run.resumed_step is not None and path.exists():
+            say_removed(self.name, _remove_later_lines(path, run), run.resumed_step, path)
         self._record = RunRecord(path, run, config)
         self._file = path.open("a", encoding="utf-8", newline="\n")
 
@@ -50,6 +55,11 @@ class JSONLTracker(Tracker):
         file.write(strict_json({"step": step, **{NAMES.apply(name): value for name, value in metrics.items()}}) + "\n")
         file.flush()
 
+    def flush(self) -> None:
+        """Put every line on the disk."""
+        if self._file is not None:
+            flush_to_disk(self._file)
+
     def finish(self, status: Status) -> None:
         """Close the file and write the outcome."""
         file, self._file = self._file, None
@@ -58,3 +68,20 @@ class JSONLTracker(Tracker):
             file.close()
         if record is not None:
             record.close(status)
+
+
+def _remove_later_lines(path: Path, run: RunInfo) -> int:
+    """Write the file anew without the records that come again; returns their number. Lines of others stay."""
+
+    def kept_lines(file: BinaryIO) -> Iterator[bytes]:
+        is_behind = Behind(run)
+        return (line for line in file if (found := _STEP.match(line)) is None or not is_behind(int(found[1])))
+
+    with path.open("rb") as file:
+        num_lines = sum(1 for _ in file)
+        file.seek(0)
+        num_later = num_lines - sum(1 for _ in kept_lines(file))
+    if num_later:
+        with whole_file(path) as temporary, path.open("rb") as file, temporary.open("wb") as kept:
+            kept.writelines(kept_lines(file))
+    return num_later

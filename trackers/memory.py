@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .files import Behind, say_removed
 from .tracker import RunInfo, Status, Tracker, opened
 
 
@@ -28,7 +29,7 @@ class MemoryRun:
 
 
 class MemoryTracker(Tracker):
-    """Keeps every run in memory.
+    """Keeps every run in memory. One that is resumed in the same process goes on with its records up to that step.
 
     Args:
         name: the tracker's name, where a run has two of them.
@@ -41,8 +42,15 @@ class MemoryTracker(Tracker):
         self._open: MemoryRun | None = None
 
     def start(self, run: RunInfo, config: Mapping[str, Any]) -> None:
-        """Add a run to `runs`."""
+        """Add a run to `runs`; a resumed one takes the place of what there is of its folder."""
         self._open = MemoryRun(run, dict(config))
+        if run.resumed_step is not None:
+            earlier = [each for each in self.runs if each.info.directory == run.directory]
+            is_behind = Behind(run)
+            records = [record for each in earlier for record in each.records]
+            self._open.records = [record for record in records if not is_behind(record[0])]
+            say_removed(self.name, len(records) - len(self._open.records), run.resumed_step, "memory")
+            self.runs = [each for each in self.runs if each.info.directory != run.directory]
         self.runs.append(self._open)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

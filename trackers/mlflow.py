@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from itertools import islice
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torch import Tensor
+
+from ..distributed.errors import ConfigError
 from ..distributed.imports import require
 from ..distributed.paths import prove_writable
 from .config import flatten_config
+from .mlflow_run import NAMES, MLflowRun
 from .names import NameRule
 from .tracker import RunInfo, Status, Tracker, opened
 
-NAMES = NameRule(accepted=r"[\w/.\- :]", is_path=True, max_length=250)
-"""Names of metrics, parameters and tags: MLflow takes letters, digits, blanks and `_ - . / :`, as normal paths."""
+logger = logging.getLogger(__name__)
+
+STEP = "step"
+"""The column of a table that holds the step."""
+_PICTURES = NameRule(accepted=r"[A-Za-z0-9_.\- /]", is_path=True, max_length=250)
+"""Names of pictures and of files."""
 
 _STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-# MLflow's limits for one request and one parameter.
-_METRICS_PER_REQUEST = 1000
-_PARAMETERS_PER_REQUEST = 100
-_PARAMETER_LENGTH = 6000
 # What ends the path of a database's URL, or is read as an escape in it.
 _URL_ESCAPES = str.maketrans({"%": "%25", "?": "%3F", "#": "%23"})
 
@@ -30,9 +33,13 @@ class MLflowTracker(Tracker):
     """Writes to MLflow through a client of its own; no run becomes MLflow's active run.
 
     Names that MLflow refuses are stored escaped (`recall@5` as `recall-x40-5`, see `names.original_name`). The
-    configuration becomes parameters with dotted names, a text of over 6,000 characters cut. MLflow never changes a
-    parameter: a resumed run, which goes on by its id in `RunInfo.run_ids`, adds those that are new. In an SQL store, as
-    the default one, MLflow keeps an infinity as the largest float.
+    configuration becomes parameters with dotted names, a text of over 6,000 characters cut. In an SQL store, as the
+    default one, MLflow keeps an infinity as the largest float.
+
+    A resumed run goes on by its id in `RunInfo.run_ids`. MLflow never changes a parameter, so it adds those that are
+    new; and it never removes a metric, so where an earlier leg wrote records behind the step that is resumed from, the
+    run goes on in a copy with the metrics up to there, the tags, and the parameters, the new ones first. The copy is
+    tagged `loopwright.continues` with the earlier run's id, that one `loopwright.continued_by`. Artifacts stay there.
 
     Args:
         tracking_uri: the server or database. The default is the one that MLflow itself was told (`MLFLOW_TRACKING_URI`
@@ -57,7 +64,7 @@ class MLflowTracker(Tracker):
         self.experiment = experiment
         self.tags = dict(tags or {})
         self.name = name
-        self._run: _OpenRun | None = None
+        self._run: MLflowRun | None = None
 
     def start(self, run: RunInfo, config: Mapping[str, Any]) -> None:
         """Create the run in its experiment, or take up the one of this id, and store the configuration.
@@ -74,15 +81,32 @@ class MLflowTracker(Tracker):
             experiment_id = _experiment_id(mlflow, client, self.experiment or run.project, artifacts)
             tags = {NAMES.apply(key): value for key, value in self.tags.items()}
             run_id = str(client.create_run(experiment_id, run_name=run.name, tags=tags).info.run_id)
-            run.run_ids[self.name] = run_id
+            self._run = MLflowRun(mlflow.entities, client, run_id)
         else:
-            client.update_run(run_id, status="RUNNING")
-        self._run = _OpenRun(mlflow, client, run_id)
+            self._run = self._continue(MLflowRun(mlflow.entities, client, run_id), run.resumed_step)
         try:
             self._run.log_parameters(flatten_config(config))
         except BaseException:
             self.finish("failed")
             raise
+        run.run_ids[self.name] = self._run.run_id
+
+    def _continue(self, earlier: MLflowRun, last_step: int | None) -> MLflowRun:
+        """The run to go on with: the earlier leg's, or its copy if that leg wrote records of larger steps."""
+        if last_step is not None and (num_later := earlier.count_later(last_step)):
+            copy = earlier.copy(last_step)
+            logger.info(
+                "tracker %r goes on behind step %d in the run %s: the earlier one, %s, has %d later rows, which MLflow "
+                "can't remove.",
+                self.name,
+                last_step,
+                copy.run_id,
+                earlier.run_id,
+                num_later,
+            )
+            return copy
+        earlier.client.update_run(earlier.run_id, status="RUNNING")
+        return earlier
 
     def _store(self, mlflow: Any, project_directory: Path) -> tuple[str, str | None]:
         """The tracking URI, and where artifacts go if it is a file of ours."""
@@ -98,13 +122,110 @@ class MLflowTracker(Tracker):
         prove_writable(directory)
         return f"sqlite:///{database.as_posix().translate(_URL_ESCAPES)}", (directory / "mlartifacts").as_uri()
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(
+        self,
+        metrics: Mapping[str, float],
+        step: int | None = None,
+        *,
+        timestamp: int | None = None,
+        synchronous: bool | None = None,
+    ) -> None:
         """Write one record, in one request for each thousand metrics.
+
+        Args:
+            metrics: by name.
+            step: the step that they belong to; None: 0.
+            timestamp: milliseconds since 1970 that stand in place of now.
+            synchronous: False: go on before MLflow has them.
+        Raises:
+            TrackerError: no run is open.
+        """
+        opened(self._run, self).log_metrics(metrics, step or 0, timestamp, synchronous)
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Write pictures as artifacts below `images`, which MLflow shows by name and step.
+
+        Args:
+            values: several by name: arrays of shape (height, width, channels), or pictures of PIL.
+            step: the step that they belong to; None: 0.
+            options: of `MlflowClient.log_image`, such as `synchronous`.
+        Raises:
+            TrackerError: no run is open.
+        """
+        run = opened(self._run, self)
+        for name, images in values.items():
+            for image in images:
+                plain = image.numpy(force=True) if isinstance(image, Tensor) else image
+                run.client.log_image(run.run_id, plain, key=_PICTURES.apply(name), step=step or 0, **options)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Write a table as the artifact `<table_name>.json`; rows of a second call are added to the first one's.
+
+        Args:
+            table_name: its name.
+            columns: the names of its columns.
+            data: its rows.
+            dataframe: a pandas data frame in place of both.
+            step: the step that its rows belong to; it becomes their column `step`.
+            options: none.
+        Raises:
+            TrackerError: no run is open.
+            ConfigError: there are neither columns and rows nor a data frame, or there is an option.
+        """
+        run = opened(self._run, self)
+        if options or (dataframe is None and (columns is None or data is None)):
+            raise ConfigError(
+                f"log_table({table_name!r}) of MLflowTracker got columns={columns!r:.80}, data={data!r:.80}, options "
+                f"{sorted(options)}. Expected columns=[...] and data=[[...], ...], or dataframe=..., and no more."
+            )
+        if dataframe is None:
+            assert columns is not None and data is not None
+            dataframe = {name: [row[index] for row in data] for index, name in enumerate(columns)}
+        table = {name: list(dataframe[name]) for name in dataframe}
+        if step is not None:
+            rows = len(next(iter(table.values()), []))
+            table = {STEP: [step] * rows} | table
+        run.client.log_table(run.run_id, table, f"{_PICTURES.apply(table_name)}.json")
+
+    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+        """Write a figure of matplotlib or plotly as the artifact `artifact_file`; Accelerate's name.
 
         Raises:
             TrackerError: no run is open.
         """
-        opened(self._run, self).log_metrics(metrics, step)
+        run = opened(self._run, self)
+        run.client.log_figure(run.run_id, figure, artifact_file, **save_kwargs)
+
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Copy a file to the run's artifacts, into the folder `artifact_path` there; Accelerate's name.
+
+        Raises:
+            TrackerError: no run is open.
+        """
+        run = opened(self._run, self)
+        run.client.log_artifact(run.run_id, local_path, artifact_path)
+
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        """Copy a folder's content to the run's artifacts, into the folder `artifact_path` there; Accelerate's name.
+
+        Raises:
+            TrackerError: no run is open.
+        """
+        run = opened(self._run, self)
+        run.client.log_artifacts(run.run_id, local_dir, artifact_path)
+
+    def flush(self) -> None:
+        """Wait for what was logged with `synchronous=False`; everything else is there."""
+        if self._run is not None:
+            self._run.wait()
 
     @property
     def tracker(self) -> Any:
@@ -115,7 +236,10 @@ class MLflowTracker(Tracker):
         """End the run as FINISHED, FAILED or KILLED."""
         run, self._run = self._run, None
         if run is not None:
-            run.client.set_terminated(run.run_id, _STATUS[status])
+            try:
+                run.wait()
+            finally:
+                run.client.set_terminated(run.run_id, _STATUS[status])
 
 
 def _experiment_id(mlflow: Any, client: Any, name: str, artifacts: str | None) -> str:
@@ -129,34 +253,3 @@ def _experiment_id(mlflow: Any, client: Any, name: str, artifacts: str | None) -
             if experiment is None:
                 raise
     return str(experiment.experiment_id)
-
-
-class _OpenRun:
-    """One run of MLflow that is written to."""
-
-    def __init__(self, mlflow: Any, client: Any, run_id: str) -> None:
-        self.client = client
-        self.run_id = run_id
-        self._entities = mlflow.entities
-
-    def log_parameters(self, config: Mapping[str, Any]) -> None:
-        known = self.client.get_run(self.run_id).data.params
-        texts = {NAMES.apply(key): _cut(str(value)) for key, value in config.items()}
-        parameters = [self._entities.Param(key, text) for key, text in texts.items() if key not in known]
-        for part in _parts(parameters, _PARAMETERS_PER_REQUEST):
-            self.client.log_batch(self.run_id, params=part)
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        now = int(time.time() * 1000)
-        values = [self._entities.Metric(NAMES.apply(name), float(value), now, step) for name, value in metrics.items()]
-        for part in _parts(values, _METRICS_PER_REQUEST):
-            self.client.log_batch(self.run_id, metrics=part)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _PARAMETER_LENGTH else text[: _PARAMETER_LENGTH - 3] + "..."
-
-
-def _parts(items: Sequence[Any], size: int) -> list[list[Any]]:
-    iterator = iter(items)
-    return list(iter(lambda: list(islice(iterator, size)), []))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..distributed.errors import check_number
 from .config import flatten_config
-from .files import strict_json
+from .event_files import SUFFIX, event_files, put_before_new_ones, remove_later_events
+from .files import flush_to_disk, say_removed, strict_json
 from .tracker import RunInfo, Status, Tracker, opened
 
 if TYPE_CHECKING:
@@ -23,8 +24,12 @@ class TensorBoardTracker(Tracker):
     """Writes scalars under their own names; the configuration as the text `config` and for the HPARAMS view.
 
     The HPARAMS view shows the run itself as a session with its outcome, without an extra folder; an interrupted run's
-    status is unknown there, and of a resumed run it shows the first leg's. TensorBoard keeps scalars in 32-bit floats:
-    for exact large counts add the JSON lines or CSV tracker.
+    status is unknown there. TensorBoard keeps scalars in 32-bit floats: for exact large counts add the JSON lines or
+    CSV tracker.
+
+    A resumed run has an event file for each leg. Those of earlier legs are written anew without what is behind the step
+    that it resumes from, and a TensorBoard that is running is told of it. The text `config` has one version for each
+    leg, the HPARAMS view the newest.
 
     Args:
         directory: where the event files go. The default is the run's folder, so that `tensorboard --logdir` on the
@@ -49,9 +54,19 @@ class TensorBoardTracker(Tracker):
         """Open a new event file in the folder and write the configuration into it."""
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(self.directory or run.directory), flush_secs=self.flush_seconds)
+        directory, step = self.directory or run.directory, run.resumed_step
+        if step is not None:
+            say_removed(self.name, remove_later_events(directory, step), step, directory)
+            put_before_new_ones(directory)
+        writer = SummaryWriter(
+            str(directory),
+            flush_secs=self.flush_seconds,
+            filename_suffix=SUFFIX,
+            # A viewer that has the old files in memory forgets from here on.
+            purge_step=None if step is None else step + 1,
+        )
         try:
-            writer.add_text("config", f"```json\n{strict_json(dict(config), indent=2)}\n```")
+            writer.add_text("config", f"```json\n{strict_json(dict(config), indent=2)}\n```", step and max(step, 0))
             _write_session(writer, "session_start_info", _session_start(config))
             writer.flush()
         except BaseException:
@@ -59,15 +74,31 @@ class TensorBoardTracker(Tracker):
             raise
         self._writer = writer
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(
+        self,
+        metrics: Mapping[str, float],
+        step: int | None = None,
+        *,
+        walltime: float | None = None,
+        new_style: bool = False,
+        double_precision: bool = False,
+    ) -> None:
         """Write one scalar per metric.
 
+        Args:
+            metrics: by name.
+            step: the step that they belong to.
+            walltime: seconds since 1970 that stand in place of now.
+            new_style: write them as tensors, which TensorBoard reads faster.
+            double_precision: keep 64 bits of each; it needs `new_style`.
         Raises:
             TrackerError: no run is open.
         """
         writer = opened(self._writer, self)
         for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
+            writer.add_scalar(
+                name, value, step, walltime=walltime, new_style=new_style, double_precision=double_precision
+            )
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Write pictures.
@@ -87,6 +118,19 @@ class TensorBoardTracker(Tracker):
     def tracker(self) -> SummaryWriter | None:
         """The `SummaryWriter` while a run is open."""
         return self._writer
+
+    @property
+    def writer(self) -> SummaryWriter | None:
+        """The same, by the name that Accelerate's tracker has for it as well."""
+        return self._writer
+
+    def flush(self) -> None:
+        """Put everything on the disk."""
+        if self._writer is not None:
+            self._writer.flush()
+            for path in event_files(Path(self._writer.log_dir)):
+                with path.open("rb+") as file:
+                    flush_to_disk(file)
 
     def finish(self, status: Status) -> None:
         """Write the outcome and close the event file."""

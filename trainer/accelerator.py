@@ -23,6 +23,7 @@ from ..strategies.precision import Precision
 from ..strategies.scheduler import GatedScheduler
 from ..strategies.strategy import Strategy
 from ..strategies.unscaling import unscale, unscale_for
+from .accelerator_state import AcceleratorState
 from .arguments import (
     read_accumulation,
     read_dataloader_config,
@@ -33,15 +34,15 @@ from .arguments import (
     read_strategy,
     refuse_others,
 )
+from .checkpoint_methods import CheckpointMethods
 from .data_methods import DataMethods
 from .preparation import Preparation
 from .profiling import ProfileKwargs, profiled
 from .project import ProjectConfiguration
-from .state_methods import StateMethods
 from .tracking_methods import LogWith, TrackingMethods
 
 
-class Accelerator(DataMethods, TrackingMethods, StateMethods):
+class Accelerator(DataMethods, CheckpointMethods):
     """Prepares models, optimizers, loaders and schedulers, and carries out their steps.
 
     Names and meanings are those of Hugging Face Accelerate; `docs/from-accelerate.md` lists the differences. Where an
@@ -69,7 +70,8 @@ class Accelerator(DataMethods, TrackingMethods, StateMethods):
         process: this process, where it is known already; by default what the launcher says of it.
         others: Accelerate's further arguments are refused unless they ask for nothing.
     Raises:
-        ConfigError: an argument is unknown, can't be used, or contradicts another.
+        ConfigError: an argument can't be used, or contradicts another.
+        TypeError: an argument is unknown; names the nearest one.
     """
 
     def __init__(
@@ -99,17 +101,19 @@ class Accelerator(DataMethods, TrackingMethods, StateMethods):
         check_boolean("cpu", bool(cpu) if cpu is None else cpu)
         plugin = read_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         self.handlers = Handlers(kwargs_handlers)
-        self.state = read_process(cpu, self.handlers) if process is None else process
+        self.process = read_process(cpu, self.handlers) if process is None else process
         """The process and its device."""
         TrackingMethods.__init__(self, log_with, read_project(project_dir, project_config), self.is_main_process)
-        StateMethods.__init__(self)
+        CheckpointMethods.__init__(self)
         self.device_placement = device_placement
         self.rng_types = read_rng_types(rng_types)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.gradient_state = GradientState(plugin)
         self.precision = read_precision(mixed_precision, self.device, self.handlers)
+        self.state = AcceleratorState(self.precision, process=self.process)
+        """The process and the precision in one object, as Accelerate has it."""
         self.strategy = read_strategy(strategy, self.num_processes, self.handlers)
-        self.strategy.attach(self.state, self.precision, self.gradient_state)
+        self.strategy.attach(self.process, self.precision, self.gradient_state)
         self._contexts = self.precision.contexts(self.handlers.get(AutocastKwargs))
         self.preparation = Preparation(
             self.strategy,
@@ -126,27 +130,22 @@ class Accelerator(DataMethods, TrackingMethods, StateMethods):
     @property
     def num_processes(self) -> int:  # type: ignore[override]
         """How many processes there are."""
-        return self.state.num_processes
+        return self.process.num_processes
 
     @property
     def process_index(self) -> int:  # type: ignore[override]
         """This process's index among all."""
-        return self.state.process_index
+        return self.process.process_index
 
     @property
     def local_process_index(self) -> int:  # type: ignore[override]
         """This process's index on its machine."""
-        return self.state.local_process_index
+        return self.process.local_process_index
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Where this process computes."""
-        return self.state.device
-
-    @property
-    def process(self) -> ProcessState:
-        """The process and its device; Accelerate's name of it is `state`."""
-        return self.state
+        return self.process.device
 
     # Preparing.
 
@@ -294,6 +293,15 @@ class Accelerator(DataMethods, TrackingMethods, StateMethods):
         self.gradient_state.sync_gradients = value
 
     @property
+    def step(self) -> int:
+        """Micro-batches since the newest window that a loader's end has closed, under `accumulate`; it may be set."""
+        return self.gradient_state.micro_steps
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self.gradient_state.micro_steps = value
+
+    @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step; it may be set at any time."""
         return self.gradient_state.num_steps
@@ -339,7 +347,7 @@ class Accelerator(DataMethods, TrackingMethods, StateMethods):
     def end_training(self) -> None:
         """Close the run in every tracker, and leave the group of processes. Nothing collective may follow."""
         super().end_training()
-        self.state.destroy_process_group()
+        self.process.destroy_process_group()
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget all that was prepared, collect garbage and give cached memory back.

@@ -1,4 +1,4 @@
-"""What the processes of a run decide together.
+"""`Agreement`: what the processes of a run decide together.
 
 A run ends, an epoch ends and a step is dropped on all processes or on none. What one of them knows (a stop that was
 asked for, a signal, the end of its data, a batch without a loss) travels in small vectors, a `Row` from each process.
@@ -9,8 +9,8 @@ A vector is sent only where all processes know that all of them send it. In the 
 
 | method        | when it sends                                    | why all know                                      |
 | ------------- | ------------------------------------------------ | ------------------------------------------------- |
-| meet          | when a run begins                                | all call the Trainer's methods in the same order  |
-| begin_fit     | when the task was placed                         | as above                                          |
+| begin_fit     | when the task was placed                         | all call the Trainer's methods in the same order, |
+|               |                                                  | which `join_others` has looked at                 |
 | settle        | before the first epoch, and after each           | an epoch follows until `stops` or an agreed limit |
 | begin_pass    | at the begin of an epoch, also without a window  | as above                                          |
 | open_window   | before a window, with "carry" and uneven data    | setting and kind of loader are equal everywhere   |
@@ -34,90 +34,30 @@ and `receive` are left out, and `close_window` sends after each window.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..callbacks.bus import overridden
-from ..callbacks.callback import ControlFlow, EndEpoch, NonFiniteSkip, NonFiniteStop, SkipBatch, StopRun
+from ..callbacks.callback import ControlFlow, EndEpoch, SkipBatch, StopRun
 from ..data.sizes import AmbiguousBatchSizeError
 from ..data.window import Window
 from ..distributed import watch
-from ..distributed.errors import ConfigError, DataError, DistributedError, TaskError
-from ..distributed.exchange import PendingVector, exchange, start_vector
+from ..distributed.errors import ConfigError, DataError, TaskError
+from ..distributed.exchange import PendingVector, exchange
 from ..distributed.numbers import wide_float
+from .consensus import Consensus
 from .loss import WindowLoss
 from .metric_exchange import MetricExchange
+from .rows import NOTHING, Flag, Row, flags_of, saying
+from .steering import Steering
 
 if TYPE_CHECKING:
     from .run import Run, Training
-
-
-class Row(NamedTuple):
-    """One process's part of a vector: numbers, as they travel."""
-
-    flags: float
-    """What it says, by `Flag`."""
-    seconds: float
-    """The run's time by its own clock; that of process 0 holds."""
-    size: float
-    """The losses of its open window; at the begin of a pass the samples of its first batch."""
-    loss_count: float
-    """The sum of its losses' counts, where they are on the CPU."""
-    samples: float
-    """Those that it has seen since its last vector."""
-    tokens: float
-    """The same of tokens."""
-    batch: float
-    """Its counter of micro-batches in the epoch; the largest one holds."""
-    micro_step: float
-    """That of the run."""
-
-
-class Flag:
-    """What one process says in a vector. Each holds for all as soon as any process says it.
-
-    Plain integers: those of `enum` take their time, and there are a dozen operations on them in each step.
-    """
-
-    ENDED = 1 << 0
-    """Its data ends with this window, and so does the pass."""
-    STOP = 1 << 1
-    """The run is to end at this boundary, when what is due was done."""
-    STOP_NOW = 1 << 2
-    """`StopRun` was raised: the run is to end before anything else."""
-    END_EPOCH = 1 << 3
-    """`EndEpoch` was raised."""
-    DROP = 1 << 4
-    """Control flow left the window before its gradients were reduced: nobody steps on it."""
-    SKIP = 1 << 5
-    """A callback drops this step."""
-    NONFINITE = 1 << 6
-    """It does so for a value that is not finite."""
-    SIGNAL = 1 << 7
-    """A signal asked this process to end."""
-    COUNTS = 1 << 8
-    """Its steps return `(loss_sum, count)`."""
-    MEANS = 1 << 9
-    """Its steps return mean losses."""
-    DEVICE_COUNT = 1 << 10
-    """Its count is on the device, where it has to be added up."""
-
-
-NOTHING = 0
-
-BEFORE_STEP = ("on_backward", "on_before_step")
-AFTER_STEP = ("on_step", "on_batch_end")
-WHEN_DUE = (
-    "on_log", "on_validation_start", "on_validation_batch_start", "on_validation_batch_end", "on_validation_end",
-)  # fmt: skip
-"""Events after a window's vector was sent, by who sends one more for them: `vote`, `close_window`, `following`."""
 
 
 class Agreement:
@@ -132,23 +72,15 @@ class Agreement:
         self._run = run
         self._metrics = metrics
         self._num_processes = run.trainer.process.num_processes
-        self.stops = False
-        """Whether all have agreed to end the run."""
-        self.ends_pass = False
-        """Whether all have agreed to end the running pass."""
+        self.consensus = Consensus(run)
         self.was_left = False
         """Whether all left the newest window, since control flow left it on one before its gradients were reduced."""
         self.had_loss = False
         """Whether any process has had a loss in this run."""
         self.seed = 0
         """Process 0's seed, from which each process has its own random numbers in training."""
-        self.nonfinite_elsewhere = self._is_nonfinite = False
-        """Whether another process dropped the newest step for a value that is not finite."""
         self._is_manual = False
-        self._votes = {BEFORE_STEP: True, AFTER_STEP: True, WHEN_DUE: True}
-        """By events: whether a callback of any process may steer out of one of them."""
-        self._flags = NOTHING
-        """What this process will say in its next vector."""
+        self._steering = Steering()
         self._pending: PendingVector | None = None
         """The open window's vector, between `send` and `receive`."""
         self._window = Window([], 1, True, False)
@@ -160,30 +92,9 @@ class Agreement:
         """The exception that is on its way out of this object on all processes."""
         self._veto: ControlFlow | None = None
         """Control flow that came too late for the window's vector."""
-        self._warned_of_end = False
-        self._samples = self._tokens = 0
         self._losses_before = 0  # of the open window, in the epoch before
 
     # At a run's beginning and at those of its passes.
-
-    def meet(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every process's facts of the run that begins, process 0 first. Collective.
-
-        Raises:
-            DistributedError: they don't run the same.
-        """
-        run = self._run
-        found: list[dict[str, Any]] = exchange(facts | {"stage": run.state.stage, "task": type(run.task).__name__})
-        for key in ("stage", "task"):
-            values = [each[key] for each in found]
-            if len(set(values)) > 1:
-                shown = ", ".join(f"process {index}: {value}" for index, value in enumerate(values))
-                raise DistributedError(
-                    f"the processes don't run the same {key} ({shown}). All of them have to call the Trainer's methods "
-                    "in the same order: not under `if trainer.process.is_main_process`."
-                )
-        self.seed = found[0]["seed"]
-        return found
 
     def begin_fit(self, *, is_manual: bool) -> None:
         """Agree on after which events callbacks may steer, and on how long an epoch is. Collective.
@@ -192,10 +103,8 @@ class Agreement:
             is_manual: the task steps its optimizers itself.
         """
         self._is_manual = is_manual
-        own = [self._steers_from(events) for events in self._votes]
-        own[1] = own[1] or is_manual  # `training_step` itself steps, clips and stops there
-        found = exchange([own, self._run.state.batches_per_epoch])
-        self._votes = {events: any(each[i] for each, _ in found) for i, events in enumerate(self._votes)}
+        found = exchange([Steering.of(self._run, is_manual=is_manual), self._run.state.batches_per_epoch])
+        self._steering = Steering.any_of(own for own, _ in found)
         lengths = [length for _, length in found]
         self._run.state.batches_per_epoch = None if None in lengths else min(lengths)  # it ends with the first process
         if not is_manual:
@@ -207,11 +116,11 @@ class Agreement:
         Raises:
             DataError: some processes have a window and others have none.
         """
-        self.ends_pass = False
+        self.consensus.ends_pass = False
         size = 0 if window is None else _size(training, window.batches[0])
-        rows = self._exchange("begin an epoch", Flag.ENDED if window is None else NOTHING, size=size)
-        empty = _saying(Flag.ENDED, rows)
-        if empty and len(empty) < self._num_processes and not self.stops:
+        rows = self.consensus.exchange("begin an epoch", Flag.ENDED if window is None else NOTHING, size=size)
+        empty = saying(Flag.ENDED, rows)
+        if empty and len(empty) < self._num_processes and not self.consensus.stops:
             raise DataError(
                 f"processes {empty} of {self._num_processes} got no batch in epoch {self._run.state.epoch}, and the "
                 "others did: the loader gives fewer batches than there are processes. Use fewer processes, or smaller "
@@ -219,7 +128,7 @@ class Agreement:
             )
         if training.loss.reference is None:
             training.loss.refer_to(max(row.size for row in rows))
-        return None if self.stops else window
+        return None if self.consensus.stops else window
 
     # In a window.
 
@@ -236,7 +145,7 @@ class Agreement:
                 window, training.reader.carried = replace(window, closes=True), 0
         self._window = window
         self._is_decided = self.was_left = self._ends_epoch = False
-        self.nonfinite_elsewhere = self._is_nonfinite = False
+        self.consensus.nonfinite_elsewhere = self.consensus.nonfinite_here = False
         self._agreed_flow = self._veto = None
         self._losses_before = training.loss.num_losses
         if not training.carried:
@@ -246,8 +155,8 @@ class Agreement:
     def count(self, samples: object, tokens: int) -> None:
         """Count what this process sees of a window; the counters get the sum over all at its end. Local."""
         watch.stand("training_step", self._run.state.step)
-        self._samples += samples if type(samples) is int else 0
-        self._tokens += tokens
+        self.consensus.samples += samples if type(samples) is int else 0
+        self.consensus.tokens += tokens
 
     @property
     def is_last_backward(self) -> bool:
@@ -269,7 +178,7 @@ class Agreement:
             flags |= Flag.MEANS
         if self._window.is_last:
             flags |= Flag.ENDED
-        self._pending = self._start("agree on a step", flags, size=loss.num_losses, count=count)
+        self._pending = self.consensus.send("agree on a step", flags, size=loss.num_losses, count=count)
 
     @property
     def is_sent(self) -> bool:
@@ -287,13 +196,13 @@ class Agreement:
         """
         assert self._pending is not None
         pending, self._pending, self._is_decided = self._pending, None, True
-        rows = self._finish(pending)
-        flags = _any(rows)
+        rows = self.consensus.read(pending)
+        flags = flags_of(rows)
         num_losses = training.loss.num_losses
         self._metrics.count_losses(num_losses, num_losses - self._losses_before)
         if flags & Flag.DROP:
             self.was_left = True
-            self._raise_agreed(StopRun(self._run.stop_reason or "") if self.stops else EndEpoch())
+            self._raise_agreed(StopRun(self._run.stop_reason or "") if self.consensus.stops else EndEpoch())
         self._ends_epoch = bool(flags & Flag.END_EPOCH)
         if flags & Flag.COUNTS and flags & Flag.MEANS:
             raise _mixed(rows)
@@ -317,16 +226,17 @@ class Agreement:
             ConfigError: control flow came from where nothing was agreed to steer.
         """
         flow, self._veto = self._veto, None
-        if not self._votes[BEFORE_STEP]:
+        if not self._steering.before_step:
             if flow is not None:
                 raise ConfigError(
-                    f"{type(flow).__name__} was raised before a step by a callback with steers=False, or by a function "
-                    "that was registered during the run. Other processes can't follow: set steers, register it before."
+                    f"{type(flow).__name__} was raised before a step by a callback or function with steers=False, or "
+                    "by a function that was registered during the run. Other processes can't follow: set steers, "
+                    "register it before."
                 ) from flow
             return
-        self._request(flow)
-        rows = self._exchange("agree on a veto")
-        flags = _any(rows)
+        self.consensus.ask_for(flow)
+        rows = self.consensus.exchange("agree on a veto")
+        flags = flags_of(rows)
         if flags & Flag.STOP_NOW:
             self._raise_agreed(StopRun(self._run.stop_reason or ""))
         if flags & Flag.END_EPOCH:
@@ -342,7 +252,7 @@ class Agreement:
         """
         if flow is self._agreed_flow:
             raise flow
-        self._request(flow)
+        self.consensus.ask_for(flow)
         if self._window.closes and not self._is_decided and not self._is_manual:
             self._run.gradient_state.sync_gradients = True
             self.send(Flag.DROP)
@@ -360,18 +270,18 @@ class Agreement:
             EndEpoch, StopRun: what one asks for, in all of them.
         """
         window, flow, self._veto = self._window, self._veto, None
-        self._request(flow)  # out of a step that overflowed, on which there was no vote
-        if self._votes[AFTER_STEP] or not window.closes:
+        self.consensus.ask_for(flow)  # out of a step that overflowed, on which there was no vote
+        if self._steering.after_step or not window.closes:
             ended = Flag.ENDED if window.is_last else NOTHING
-            rows = self._exchange("agree at a step's end", ended, size=self._loss.num_losses)
+            rows = self.consensus.exchange("agree at a step's end", ended, size=self._loss.num_losses)
             self.had_loss = self.had_loss or any(row.size for row in rows)
-            flags = _any(rows)
+            flags = flags_of(rows)
             if flags & Flag.STOP_NOW:
                 raise StopRun(self._run.stop_reason or "")
             self._ends_epoch = self._ends_epoch or bool(flags & Flag.END_EPOCH)
         if self._ends_epoch:
             raise EndEpoch
-        return self.ends_pass
+        return self.consensus.ends_pass
 
     @contextmanager
     def following(self, *, always: bool = False) -> Iterator[None]:
@@ -387,13 +297,15 @@ class Agreement:
         except StopRun as flow:
             if flow is self._agreed_flow:
                 raise  # from a context inside this one, on all processes
-            self._request(flow)
-        if (always or self._votes[WHEN_DUE]) and _any(self._exchange("agree after what was due")) & Flag.STOP_NOW:
-            self._raise_agreed(StopRun(self._run.stop_reason or ""))
+            self.consensus.ask_for(flow)
+        if always or self._steering.when_due:
+            rows = self.consensus.exchange("agree after what was due")
+            if flags_of(rows) & Flag.STOP_NOW:
+                self._raise_agreed(StopRun(self._run.stop_reason or ""))
 
     def settle(self) -> None:
         """Agree on whether the run ends: `stops` tells. Collective, before the first epoch and after each."""
-        self._exchange("agree at a boundary")
+        self.consensus.exchange("agree at a boundary")
 
     # Inside.
 
@@ -401,61 +313,6 @@ class Agreement:
     def _loss(self) -> WindowLoss:
         assert self._run.training is not None
         return self._run.training.loss
-
-    def _exchange(self, what: str, flags: int = NOTHING, *, size: float = 0.0) -> list[Row]:
-        return self._finish(self._start(what, flags, size=size))
-
-    def _start(self, what: str, flags: int, *, size: float = 0.0, count: float = 0.0) -> PendingVector:
-        """Send this process's row, with what is known by now beside the flags."""
-        run, state = self._run, self._run.state
-        flags, self._flags = flags | self._flags, NOTHING
-        if run.stop_reason is not None and not self.stops:
-            flags |= Flag.STOP
-        if run.signal is not None:
-            flags |= Flag.SIGNAL
-        samples, tokens, self._samples, self._tokens = self._samples, self._tokens, 0, 0
-        row = Row(flags, state.own_seconds, size, count, samples, tokens, state.batch, state.micro_step)
-        return start_vector(row, what)
-
-    def _finish(self, pending: PendingVector) -> list[Row]:
-        """Every process's row, process 0 first, and what all of them conclude from any vector."""
-        rows = list(map(Row._make, pending.read()))
-        run, state, flags = self._run, self._run.state, _any(rows)
-        state.agreed_seconds = rows[0].seconds  # one clock for all
-        _, _, _, _, samples, tokens, batches, micro_steps = zip(*rows, strict=True)
-        state.samples += int(sum(samples))
-        state.tokens += int(sum(tokens))
-        # Windows of different length, where the data does not divide evenly: the longest counts.
-        state.batch, state.micro_step = int(max(batches)), int(max(micro_steps))
-        if flags & Flag.ENDED and not self.ends_pass:
-            self.ends_pass = True
-            self._warn_of_end(rows)
-        if flags & Flag.SIGNAL and run.signal is None:
-            run.signal = "SIGTERM"
-        if flags & (Flag.STOP | Flag.STOP_NOW | Flag.SIGNAL) and not self.stops:
-            self.stops = True
-            self._agree_on_reason()
-        if flags & Flag.NONFINITE and not self._is_nonfinite:
-            self.nonfinite_elsewhere = True
-        return rows
-
-    def _agree_on_reason(self) -> None:
-        reasons = exchange(self._run.stop_reason)
-        index, reason = next((i, r) for i, r in enumerate(reasons) if r is not None)
-        if any(each != reason for each in reasons):
-            self._run.stop_reason = reason if reasons[0] == reason else f"process {index}: {reason}"
-
-    def _request(self, flow: ControlFlow | None) -> None:
-        if isinstance(flow, (NonFiniteSkip, NonFiniteStop)):
-            self._flags |= Flag.NONFINITE
-            self._is_nonfinite = True
-        if isinstance(flow, SkipBatch):
-            self._flags |= Flag.SKIP
-        elif isinstance(flow, EndEpoch):
-            self._flags |= Flag.END_EPOCH
-        elif isinstance(flow, StopRun):
-            self._flags |= Flag.STOP_NOW
-            self._run.heed(flow)
 
     def _raise_agreed(self, flow: EndEpoch | StopRun) -> None:
         self._agreed_flow = flow
@@ -467,35 +324,6 @@ class Agreement:
         with watch.collective("add up the window's count"):
             dist.all_reduce(total)
         return total
-
-    def _steers_from(self, events: Sequence[str]) -> bool:
-        run = self._run
-        listening = [
-            callback for callback in run.callbacks if callback.steers and set(overridden(callback)) & set(events)
-        ]
-        return bool(listening) or any(f.event.__name__ in events for f in run.trainer.functions)
-
-    def _warn_of_end(self, rows: list[Row]) -> None:
-        ended = _saying(Flag.ENDED, rows)
-        if len(ended) < self._num_processes and not self._warned_of_end and rows[0].micro_step > 0:
-            self._warned_of_end = True
-            warnings.warn(
-                f"the data of processes {ended} ended in epoch {self._run.state.epoch} while others had more, which is "
-                "left out: an epoch ends with the first process. Give each process as many batches.",
-                stacklevel=2,
-            )
-
-
-def _any(rows: list[Row]) -> int:
-    flags = NOTHING
-    for row in rows:
-        flags |= int(row.flags)
-    return flags
-
-
-def _saying(flag: int, rows: list[Row]) -> list[int]:
-    """The processes that say it."""
-    return [index for index, row in enumerate(rows) if int(row.flags) & flag]
 
 
 def _size(training: Training, batch: Any) -> int:
@@ -509,6 +337,6 @@ def _size(training: Training, batch: Any) -> int:
 def _mixed(rows: list[Row]) -> TaskError:
     return TaskError(
         f"training_step returned different kinds of losses in one window ((loss_sum, count) on processes "
-        f"{_saying(Flag.COUNTS, rows)}, a mean loss on processes {_saying(Flag.MEANS, rows)}), which can't be weighted "
+        f"{saying(Flag.COUNTS, rows)}, a mean loss on processes {saying(Flag.MEANS, rows)}), which can't be weighted "
         "against each other. Return the same kind for every batch."
     )

@@ -54,12 +54,13 @@ def refuse_others(others: Mapping[str, Any], cls: type) -> None:
     """Refuse arguments that a class does not have; Accelerate's that are None or "no" ask for nothing.
 
     Raises:
-        ConfigError: says what to use in place of it, or the nearest name.
+        ConfigError: it is one of Accelerate's; says what to use in place of it.
+        TypeError: it is unknown; names the nearest one.
     """
     for name, value in others.items():
         if name not in _ABSENT:
             known = set(inspect.signature(cls).parameters) - {"others"}
-            raise ConfigError(f"Accelerator({name}={value!r}) is unknown. {suggest(name, known)}")
+            raise TypeError(f"Accelerator({name}={value!r}) is unknown. {suggest(name, known)}")
         if value is not None and str(value).lower() != "no":
             raise ConfigError(f"Accelerator({name}={value!r}) can't be used here. {_ABSENT[name]} Leave it out.")
 

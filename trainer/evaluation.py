@@ -26,6 +26,7 @@ from .metric_exchange import MetricExchange
 from .metrics import MetricLog
 from .run import EvaluationData, Run, Training, refused
 from .sealed import sealed
+from .showing import showing_weights
 from .signature import bind_step, sample_counter
 
 
@@ -62,6 +63,7 @@ def validate(run: Run, training: Training) -> None:
     with refused(SkipBatch, EndEpoch):
         evaluate(run, VALIDATION, training.validation)
     training.validated_at = (run.state.micro_step, run.state.step)
+    training.validation_due = False
 
 
 def evaluate(run: Run, stage: Stage, data: EvaluationData) -> dict[str, float]:
@@ -161,9 +163,14 @@ def ending_together(run: Run) -> Iterator[None]:
 
 @contextmanager
 def evaluating(run: Run, stage: Stage, data: EvaluationData, name: str | None = None) -> Iterator[MetricLog]:
-    """The seal around an evaluation, with the stage's own log of metrics in the place of the outer one."""
+    """The seal around an evaluation, with the stage's own log of metrics in the place of the outer one.
+
+    It goes around the weights that a callback wants evaluated, if one does.
+    """
     outer = (run.state.stage, run.log)
-    with sealed(run.task, run.device, run.gradient_state, data.loaders.values()):
+    with showing_weights(run), sealed(run.task, run.device, run.gradient_state, data.loaders.values()):
+        if run.shown_weights is not None:
+            run.strategy.synchronize_buffers(run.model)  # of these weights, after those of the training
         run.state.stage = name or stage.name
         shown = {} if name == "sanity" else run.trainer.progress_metrics
         run.log = MetricLog(stage.name, shown, None if run.agreement is None else MetricExchange())

@@ -119,6 +119,7 @@ def evaluation_data(
         use_seedable_sampler=configuration.use_seedable_sampler,
         data_seed=configuration.data_seed,
         non_blocking=configuration.non_blocking,
+        seed_batches=configuration.seed_batches,
     )
     loaders = evaluation_loaders(data, stage)
     limits = [batches_allowed(limit, loader, stage) for loader in loaders.values()]

@@ -32,6 +32,7 @@ from ..strategies.outcome import StepOutcome
 from .evaluation import sanity_check, validate
 from .optimization import SchedulerConfig, monitored_value
 from .run import Run, Training, misplaced, refused
+from .saves import announce_stop, save_what_was_asked
 
 
 def fit(run: Run, training: Training) -> None:
@@ -40,31 +41,40 @@ def fit(run: Run, training: Training) -> None:
     drop_open_window(run, training)  # that of an earlier run, which ended in the middle of it
     try:
         with run.paired(Callback.on_fit_start, Callback.on_fit_end, holds_stop=True), refused(SkipBatch, EndEpoch):
-            if training.validation and training.sanity_batches:
+            if training.validation and training.sanity_batches and run.resumption is None:
                 sanity_check(run, training.validation, training.sanity_batches)
             state.stage = "train"
             state.start()
             if run.agreement is not None:
                 run.agreement.settle()
+            if run.resumption is not None and not run.resumption.is_inside_epoch:
+                run.resumption.restore_random(run)
             while not run.is_stopping:
                 if limit := training.limits.reached(state):
                     run.stop_everywhere(f"{limit} reached")
-                else:
-                    fit_epoch(run, training)
+                if not run.is_stopping or (run.resumption is not None and run.resumption.is_inside_epoch):
+                    fit_epoch(run, training)  # of which nothing is left to train where a limit is reached: it is closed
+                    save_what_was_asked(run, training)
+            if not training.carried:
+                announce_stop(run, training)
             close_open_window(run, training)
+            announce_stop(run, training)
             do_what_is_due_last(run, training)
     except StopRun as stop:
         run.heed(stop)
     record_late(run)
+    save_what_was_asked(run, training)
 
 
 def fit_epoch(run: Run, training: Training) -> None:
     """One pass over the training data."""
     state = run.state
-    state.epoch_ended = False
-    state.batch = 0
+    goes_on = run.resumption is not None and run.resumption.enter_epoch()
+    if not goes_on:
+        state.epoch_ended = False
+        state.batch = 0
     training.loader.set_epoch(state.epoch)
-    reader = training.reader = training.windows_of(state.epoch, training.loader)
+    reader = training.reader = training.windows_of(state.epoch, training.loader, begin=state.batch)
     if not training.carried:
         run.training_log.window = state.micro_step  # what `on_epoch_start` logs belongs to the first window
     metrics = run.trainer.metrics
@@ -73,7 +83,9 @@ def fit_epoch(run: Run, training: Training) -> None:
             with run.paired(Callback.on_epoch_start, Callback.on_epoch_end, lambda: (dict(metrics),), holds_stop=True):
                 try:
                     windows = iter(reader)
-                    window = first_window(run, training, windows)
+                    window = None if state.epoch_ended else first_window(run, training, windows)
+                    if goes_on:
+                        go_on_inside(run, training)
                     while window is not None:
                         fit_window(run, training, window)
                         do_what_is_due(run, training)
@@ -83,8 +95,10 @@ def fit_epoch(run: Run, training: Training) -> None:
                 except EndEpoch:
                     cut_epoch(run, training)
                 except StopRun as stop:
-                    drop_open_window(run, training)
                     run.heed(stop)
+                    drop_open_window(run, training)
+                if run.is_stopping and (not state.epoch_ended or training.validation_due):
+                    announce_stop(run, training)  # before what is left of the epoch is closed: it may go on one day
                 close_epoch(run, training, reader)
         except StopRun as stop:  # from the epoch's own events and its record
             run.heed(stop)
@@ -98,9 +112,20 @@ def fit_epoch(run: Run, training: Training) -> None:
             state.epoch_ended = False
 
 
+def go_on_inside(run: Run, training: Training) -> None:
+    """What comes first where a resumed run goes on inside an epoch."""
+    assert run.resumption is not None
+    run.resumption.restore_log(run)  # without what `on_epoch_start` has logged a second time
+    run.resumption.restore_random(run)
+    if training.validation_due and not run.is_stopping:
+        with run.steered():
+            validate(run, training)
+
+
 def cut_epoch(run: Run, training: Training) -> None:
     """End an epoch at `EndEpoch`: this boundary is its last."""
     drop_open_window(run, training)
+    training.opened_at = None
     run.state.epoch_ended = True
     try:
         do_what_is_due(run, training)
@@ -127,31 +152,37 @@ def fit_window(run: Run, training: Training, window: Window) -> None:
         run.training_log.window = run.state.micro_step
     if agreement is not None:
         window = agreement.open_window(training, window)
+    if not training.carried:
+        state = run.state
+        training.opened_at = state.batch, state.micro_step, state.samples, state.tokens
     last = len(window.batches) - 1
     try:
-        for position, batch in enumerate(window.batches):
+        for position in range(len(window.batches)):
             gradient_state.sync_gradients = window.closes and position == last
             if gradient_state.sync_gradients:
-                fit_batch(run, training, batch)
+                fit_batch(run, training, window, position)
             else:
                 with run.strategy.no_sync(run.model):
-                    fit_batch(run, training, batch)
+                    fit_batch(run, training, window, position)
     except (EndEpoch, StopRun) as flow:
         if agreement is None:
             raise
         agreement.leave(training, flow)
+    if window.closes:
+        training.opened_at = None
     training.carried = 0 if window.closes else training.carried + len(window.batches)
     run.state.epoch_ended = window.is_last if agreement is None else agreement.close_window()
 
 
-def fit_batch(run: Run, training: Training, batch: Any) -> None:
+def fit_batch(run: Run, training: Training, window: Window, position: int) -> None:
     """Forward and backward of one micro-batch, and the optimizer step if it closes its window."""
     events, state, log = run.events, run.state, run.training_log
     index = state.batch
     outputs = loss = None
     samples: int | AmbiguousBatchSizeError | None
-    if training.moves:
-        batch = training.loader.move(batch)
+    reader = training.reader
+    assert reader is not None
+    batch = window.batches[position] if reader.transfer is None else reader.on_device(window, position)
     try:
         samples = log.samples = training.count_samples(batch)
     except AmbiguousBatchSizeError as error:  # raised where the number is needed
@@ -176,8 +207,9 @@ def fit_batch(run: Run, training: Training, batch: Any) -> None:
         try:
             if training.is_automatic and run.strategy.gradient_state.sync_gradients:
                 step(run, training)
-        except (EndEpoch, StopRun):
-            if run.agreement is None or not run.agreement.was_left:
+        except BaseException as error:
+            was_left = run.agreement is not None and run.agreement.was_left
+            if training.opened_at is None or (isinstance(error, (EndEpoch, StopRun)) and not was_left):
                 count_batch(run, training, batch, samples)
             raise
         count_batch(run, training, batch, samples)
@@ -258,11 +290,14 @@ def step(run: Run, training: Training) -> None:
             if not precision.scales or precision.unscale(optimizer):
                 normalise_and_clip(run, training)
                 announce_step(run, optimizer)
+            training.is_stepping = True
             outcome = run.strategy.step(optimizer)
+            training.is_stepping = False
         except SkipBatch:
             precision.forget(optimizer)
         if training.loss.count is not None:
             add_counts(run, training, training.loss.count)
+    training.opened_at = None  # whatever comes now, the window is done
     count_step(run, training, outcome)
     optimizer.zero_grad()
 
@@ -301,6 +336,7 @@ def manual_step(run: Run, training: Training, batch: Any, index: int) -> Any:
     for optimizer in training.gated:
         optimizer.outcome = StepOutcome.ACCUMULATED
     outputs = training.step(batch, index)
+    training.opened_at = None
     outcomes = {optimizer.outcome for optimizer in training.gated}
     if StepOutcome.APPLIED in outcomes:
         count_step(run, training, StepOutcome.APPLIED)
@@ -317,18 +353,23 @@ def do_what_is_due(run: Run, training: Training) -> None:
         with run.steered():
             run.record(run.training_log.step_values())
     if training.validation and training.val_schedule.is_due(state) and not training.has_validated(state):
+        training.validation_due = True
         with run.steered():
             validate(run, training)
     if training.limits.end_inside_epochs and (limit := training.limits.reached(state)):
         run.stop_everywhere(f"{limit} reached")
+    if not (run.saves.is_idle or state.epoch_ended or run.is_stopping):
+        save_what_was_asked(run, training)
 
 
 def do_what_is_due_last(run: Run, training: Training) -> None:
     """What comes due at the end of the run: a last validation where it is asked for, and the newest values."""
     state = run.state
-    if training.validation and training.val_schedule.is_due_at_end and not training.has_validated(state):
+    is_due = training.val_schedule.is_due_at_end or training.validation_due
+    if training.validation and is_due and not training.has_validated(state):
         validate(run, training)
     if training.last_values and training.logged_at != state.micro_step and training.log_schedule.is_ever_due:
+        training.logged_at = state.micro_step
         run.record(training.last_values)
     if training.validation and training.validated_at is None and training.limits.reached(state):
         warnings.warn(
@@ -345,7 +386,7 @@ def close_epoch(run: Run, training: Training, reader: WindowReader) -> None:
     training.reader = None
     training.last_values, values = run.training_log.close_epoch(keeps_window=training.carried > 0)
     run.trainer.metrics.update(to_numbers(training.last_values))
-    if values:
+    if values and not training.validation_due:  # an epoch whose last validation was cut short is not over
         run.record(values)
     if run.state.epoch_ended and run.state.epoch == 0 and (run.agreement is None or not run.agreement.had_loss):
         check_first_epoch(run, training)
@@ -421,6 +462,8 @@ def close_open_window(run: Run, training: Training) -> None:
 
 def drop_open_window(run: Run, training: Training) -> None:
     """Forget the gradients of a window that will not be closed."""
+    if training.carried or not run.is_stopping:
+        training.opened_at = None  # it is left out; only a run that stops may train it again later, and not half of it
     training.carried = 0
     if training.reader is not None:
         training.reader.carried = 0

@@ -53,6 +53,14 @@ class MetricExchange:
         self._seen[STEP] = in_window
         self.see("", in_epoch)
 
+    def state_dict(self) -> dict[str, int]:
+        """What this process has seen."""
+        return dict(self._seen)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Take back what `state_dict` gave."""
+        self._seen.update(state)
+
     @property
     def _counts_losses(self) -> bool:
         return STEP in self._seen

@@ -74,10 +74,11 @@ class Metric:
         """Bring the values of earlier windows into the running total."""
         old = [entry for entry in self.entries if entry[0] != window]
         if old and self.on_epoch:
-            self._add(*_reduce(old, self.reduce))
+            self.add(*_reduce(old, self.reduce))
         self.entries = [entry for entry in self.entries if entry[0] == window]
 
-    def _add(self, total: Any, weight: Any) -> None:
+    def add(self, total: Any, weight: Any) -> None:
+        """Add to the running total of the epoch."""
         if self.total is None:
             self.total, self.weight = total, weight
         elif self.reduce in ("mean", "sum"):

@@ -8,16 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import BatchSampler
-
 from ..callbacks.bus import overridden
 from ..callbacks.intervals import Schedule
 from ..callbacks.state import RunState
-from ..data.dealing import DealtLoader
 from ..data.loader import PreparedLoader
-from ..data.prepare import NativeShard
-from ..data.shards import BatchSamplerShard
-from ..data.sizes import find_batch_size
+from ..data.sizes import batch_sizes
 from ..data.window import Window
 from ..distributed.units import size_bytes
 from ..strategies.scheduler import planned_length
@@ -45,6 +40,7 @@ def make_plan(trainer: Trainer, task: Task, train: Any, val: Any) -> Plan:
         num_processes=trainer.process.num_processes,
         batches_per_epoch=training.num_batches,
         callbacks=[(type(c).__name__, list(overridden(c))) for c in run.callbacks],
+        notes=[(type(c).__name__, c.plan_note) for c in run.callbacks if c.plan_note is not None],
         weights=_count_weights(task),
         warnings=caught,
     )
@@ -82,7 +78,7 @@ def _schedules(run: Run, training: Training) -> dict[str, Schedule]:
 def _walk(plan: Plan, run: Run, training: Training, schedules: Mapping[str, Schedule]) -> None:
     """Go through all windows of the run as the loop does, with counters alone."""
     state = run.state
-    sizes = _batch_sizes(training)
+    sizes = _round_sizes(training)
     plan.samples_per_step = None if sizes is None else sum(sizes[: training.window_size])
     _note_rate(plan, training, 0)
     while training.limits.reached(state) is None and state.micro_step < MOST_BATCHES:
@@ -171,37 +167,11 @@ def _note_rate(plan: Plan, training: Training, step: int) -> None:
             plan.learning_rates.append((step, rate))
 
 
-def _batch_sizes(training: Training) -> list[int] | None:
+def _round_sizes(training: Training) -> list[int] | None:
     """The samples of all processes in each batch of an epoch, None where the loader does not tell them."""
-    sizes = _own_sizes(training)
-    dealer = training.loader.dealer
-    if sizes is None or dealer is None:
-        return sizes
-    # Each round gives all processes as many samples as long as all batches, and the completed last one, are alike.
-    is_alike = len(set(sizes)) == 1 and not isinstance(dealer, NativeShard)
-    return [size * training.loader.num_processes for size in sizes] if is_alike else None
-
-
-def _own_sizes(training: Training) -> list[int] | None:
-    loader: Any = training.loader.loader
-    count = training.num_batches
-    if isinstance(loader, DealtLoader) and isinstance(loader.loader, (list, tuple)) and count is not None:
-        found = {find_batch_size(batch) for batch in loader.loader}
-        return None if None in found or len(found) > 1 else [size for size in found if size is not None] * count
-    if isinstance(loader, (list, tuple)):
-        sizes = [find_batch_size(batch) for batch in loader[:count]]
-        return None if None in sizes else [size for size in sizes if size is not None]
-    batches = getattr(loader, "batch_sampler", None)
-    if isinstance(batches, BatchSamplerShard) and count is not None:
-        known = batches.even_batches and not batches.split_batches and type(batches.batch_sampler) is BatchSampler
-        return [batches.batch_sampler.batch_size] * count if known else None
-    size = getattr(loader, "batch_size", None)
-    if size is None or count is None:
-        return None
-    if type(batches) is not BatchSampler or not hasattr(loader.sampler, "__len__"):
-        return None
-    left = len(loader.sampler)
-    return [min(size, left - index * size) for index in range(count)]
+    loader = training.loader
+    sizes = batch_sizes(loader.loader) if loader.dealer is None else loader.dealer.round_sizes()
+    return None if sizes is None else sizes[: training.num_batches]
 
 
 def _count_weights(task: Task) -> dict[str, int]:
@@ -217,7 +187,7 @@ def _count_weights(task: Task) -> dict[str, int]:
 
 
 def _note_unplannable(plan: Plan, training: Training, schedules: Mapping[str, Schedule]) -> None:
-    unknown = {"seconds", "tokens"} | (set() if _batch_sizes(training) else {"samples"})
+    unknown = {"seconds", "tokens"} | (set() if _round_sizes(training) else {"samples"})
     for duration in training.limits.durations:
         if duration.unit in unknown:
             plan.is_complete = False

@@ -35,6 +35,8 @@ class Plan:
     """Each change of the first group's learning rate: after which step, to what."""
     callbacks: list[tuple[str, list[str]]] = field(default_factory=list)
     """The callbacks in the order in which they run, with the events that they handle."""
+    notes: list[tuple[str, str]] = field(default_factory=list)
+    """What callbacks will leave behind, by their names."""
     weights: dict[str, int] = field(default_factory=dict)
     """What a file of weights will hold: tensors, elements, bytes."""
     warnings: list[str] = field(default_factory=list)
@@ -80,6 +82,7 @@ def _describe_rest(plan: Plan) -> list[str]:
     lines += [
         f"Callback    {name}: {', '.join(_shortened(events, 5)) or 'no event'}" for name, events in plan.callbacks
     ]
+    lines += [f"Saves       {name}: {note}" for name, note in plan.notes]
     lines += [f"Look at     {text}" for text in plan.warnings]
     return lines
 

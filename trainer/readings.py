@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..strategies.strategy import Strategy
 from .accelerator import Accelerator
 from .run import Run
 from .settings import Settings
+from .showing import batches_again
 from .signature import bind_step
 
 
@@ -34,7 +36,7 @@ class RunReadings:
     @property
     def process(self) -> ProcessState:
         """This process and its place among others."""
-        return self.accelerator.state
+        return self.accelerator.process
 
     @property
     def strategy(self) -> Strategy:
@@ -57,6 +59,35 @@ class RunReadings:
         """Why the run ended or will end: a limit that was reached, or what `stop` was given. None while it goes on."""
         run = self._newest_run
         return None if run is None else run.stop_reason
+
+    @property
+    def run_id(self) -> str:
+        """What tells this run from others, over all its legs."""
+        return self._newest("run_id").saves.run_id
+
+    @property
+    def signal(self) -> str | None:
+        """The signal that asked for the end of the run, such as "SIGTERM"; None while none has."""
+        run = self._newest_run
+        return None if run is None else run.signal
+
+    @property
+    def signal_seconds(self) -> float | None:
+        """How long ago this process learned of that signal, None while there is none. Local."""
+        run = self._newest_run
+        return None if run is None or run.signalled_at is None else time.monotonic() - run.signalled_at
+
+    @property
+    def save_seconds(self) -> float | None:
+        """How long the newest checkpoint took until it was whole, None before the first."""
+        run = self._newest_run
+        return None if run is None else run.saves.seconds
+
+    @property
+    def resumed_step(self) -> int | None:
+        """The step behind which this leg of the run goes on, None if it began anew."""
+        run = self._newest_run
+        return None if run is None or run.resumption is None else run.resumption.step
 
     @property
     def model(self) -> nn.Module:
@@ -121,7 +152,7 @@ class RunReadings:
     def nonfinite_elsewhere(self) -> bool:
         """Whether another process dropped the newest step for a value that is not finite."""
         agreement = None if self._run is None else self._run.agreement
-        return agreement is not None and agreement.nonfinite_elsewhere
+        return agreement is not None and agreement.consensus.nonfinite_elsewhere
 
     @property
     def data_wait_seconds(self) -> float:
@@ -137,6 +168,15 @@ class RunReadings:
         if run.training is None:
             raise ConfigError("trainer.training_step before the first fit: there is no training to do a step of.")
         return bind_step(run.task.training_step, run.precision)(batch, batch_idx)
+
+    def training_batches(self) -> Iterator[Any]:
+        """One more pass over this process's training batches, on the device; it leaves no trace. Collective where the
+        loader is dispatched, or shuffles by a generator that processes share.
+        """
+        run = self._newest("training_batches")
+        if run.training is None:
+            raise ConfigError("trainer.training_batches outside of fit: there is no training data.")
+        return batches_again(run, run.training)
 
     def unwrapped_model(self) -> nn.Module:
         """The task without what strategy and compiler put around it."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +32,11 @@ from .agreement import Agreement
 from .loss import WindowLoss
 from .metrics import MetricLog
 from .optimization import SchedulerConfig
+from .saves import Saves
 from .task import Task
 
 if TYPE_CHECKING:
+    from .resume import Resumption
     from .trainer import Trainer
 
 logger = logging.getLogger("loopwright")
@@ -95,8 +98,6 @@ class Training:
     """Tokens in a batch, None where the task does not report them."""
     needs_tokens: bool
     """Whether the token counter has to be exact at each step."""
-    moves: bool
-    """Whether batches have to be moved to the device."""
     gated: list[GatedOptimizer] = field(default_factory=list)
     """The optimizers as a task in manual mode sees them."""
     loss: WindowLoss = field(default_factory=WindowLoss)
@@ -110,6 +111,16 @@ class Training:
     """Tokens on the device that the counter does not have yet."""
     validated_at: tuple[int, int] | None = None
     """The micro-step and the step of the newest validation."""
+    validation_due: bool = False
+    """Whether a validation came due that is not finished."""
+    is_stepping: bool = False
+    """Whether the optimizer's step goes on, which leaves weights half done if it fails."""
+    opened_at: tuple[int, int, int, int] | None = None
+    """Where the open window began: batch, micro-step, samples and tokens. None at a boundary."""
+    data_position: Mapping[str, Any] | None = None
+    """Where the data was at the run's end, once its loader was let go."""
+    held_positions: Mapping[str, Any] | None = None
+    """The same of the validation's loaders."""
     logged_at: int = -1
     """The micro-step of the newest step record."""
     last_values: dict[str, Any] = field(default_factory=dict)
@@ -121,6 +132,44 @@ class Training:
         self.step_schedulers = [rate for rate in self.schedulers if rate.interval == "step"]
         self.epoch_schedulers = [rate for rate in self.schedulers if rate.interval == "epoch"]
 
+    def begin_schedules(self, state: RunState) -> None:
+        """Let intervals count from the counters as they are now."""
+        self.log_schedule = Schedule(self.log_schedule.interval, state)
+        self.val_schedule = Schedule(self.val_schedule.interval, state)
+
+    def position(self, state: RunState) -> Mapping[str, Any]:
+        """Where the data stands at the newest boundary, as `PreparedLoader.resume` takes it."""
+        if self.data_position is not None:
+            return self.data_position
+        return self.loader.position(self.boundary(state)["batch"], epoch=state.epoch)
+
+    def validation_positions(self) -> Mapping[str, Any]:
+        """Where the loaders of the validation stand between its passes, by their suffixes."""
+        if self.held_positions is not None:
+            return self.held_positions
+        if self.validation is None:
+            return {}
+        return {suffix: loader.position(0) for suffix, loader in self.validation.loaders.items()}
+
+    def resume_validation(self, positions: Mapping[str, Any]) -> None:
+        """Let the loaders of the validation go on with the pass that was next."""
+        for suffix, loader in (() if self.validation is None else self.validation.loaders.items()):
+            if suffix in positions:
+                loader.resume(positions[suffix])
+
+    def resume_data(self, state: RunState, position: Mapping[str, Any]) -> list[str]:
+        """Let the data go on behind a position. Returns sentences on what can't be equal bit for bit."""
+        inexact = self.loader.resume(position)
+        state.batch = self.loader.first_batch
+        return inexact
+
+    def boundary(self, state: RunState) -> dict[str, int]:
+        """The counters at the newest boundary: a window that is open since then will be trained again."""
+        counters = state.counters()
+        if self.opened_at is not None:
+            counters |= zip(("batch", "micro_step", "samples", "tokens"), self.opened_at, strict=True)
+        return counters
+
     def has_validated(self, state: RunState) -> bool:
         """Whether the weights as they are now were validated: nothing was trained since, or an open window has no step.
 
@@ -131,8 +180,10 @@ class Training:
         micro_step, step = self.validated_at
         return step == state.step and (micro_step == state.micro_step or self.carried > 0)
 
-    def windows_of(self, epoch: int, loader: PreparedLoader) -> WindowReader:
-        """The windows of one epoch. A window is left open only where another epoch can close it."""
+    def windows_of(self, epoch: int, loader: PreparedLoader, *, begin: int = 0) -> WindowReader:
+        """The windows of one epoch, behind its first `begin` batches. A window is left open only where another epoch
+        can close it.
+        """
         limit = self.limits.max_epochs
         is_last = limit is not None and epoch + 1 >= limit.amount
         return WindowReader(
@@ -141,6 +192,7 @@ class Training:
             remainder="flush" if self.remainder == "carry" and is_last else self.remainder,
             carried=self.carried,
             limit=self.batch_limit,
+            begin=begin,
         )
 
 
@@ -169,9 +221,19 @@ class Run:
     """The exception that is ending the run."""
     agreement: Agreement | None = None
     """What the processes decide together, None in one process."""
+    saves: Saves = field(default_factory=Saves)
+    """The checkpoints that were asked for."""
+    begins_again: bool = False
+    """Whether this is the first leg although an earlier process may have begun it: it left no checkpoint."""
+    resumption: Resumption | None = None
+    """The checkpoint that the run goes on from."""
+    shown_weights: ExitStack | None = None
+    """While the task has the weights that a callback wants evaluated: what gives it those of the training back."""
     stop_reason: str | None = None
     signal: str | None = None
     """The signal that asked for the end of the run."""
+    signalled_at: float | None = None
+    """`time.monotonic()` when this process learned of it."""
     warned_of_samples: bool = False
     updated: dict[str, int] = field(default_factory=dict)
     """The micro-step at which each metric got its newest value."""
@@ -206,12 +268,20 @@ class Run:
         """Let go of the data when the run is over: workers of the loaders end with them."""
         self.evaluation = None
         if self.training is not None:
+            self.training.data_position = self.training.position(self.state)
+            self.training.held_positions = self.training.validation_positions()
             self.training.loader, self.training.validation, self.training.reader = PreparedLoader(()), None, None
 
     def stop(self, reason: str) -> None:
         """Ask for an orderly end at the next step boundary; the first reason stands."""
         if self.stop_reason is None:
             self.stop_reason = reason
+
+    def note_signal(self, name: str) -> None:
+        """Remember that a signal asked for the end of the run, and since when that is known."""
+        if self.signalled_at is None:
+            self.signalled_at = time.monotonic()
+        self.signal = name
 
     def heed(self, stop: StopRun) -> None:
         """Ask for it as somebody did by raising `StopRun`."""
@@ -221,7 +291,7 @@ class Run:
         """End the run at this boundary, for a reason that every process finds by itself."""
         self.stop(reason)
         if self.agreement is not None:
-            self.agreement.stops = True
+            self.agreement.consensus.stops = True
 
     def steered(self) -> AbstractContextManager[None]:
         """A context that callbacks may stop the run from, on one process as well: all do then."""
@@ -230,20 +300,15 @@ class Run:
     @property
     def is_stopping(self) -> bool:
         """Whether the run ends at this boundary: with several processes, whether all have agreed to."""
-        return self.stop_reason is not None if self.agreement is None else self.agreement.stops
+        return self.stop_reason is not None if self.agreement is None else self.agreement.consensus.stops
 
     @property
     def ends_pass(self) -> bool:
         """Whether no further window of this pass is trained."""
-        return self.is_stopping or (self.agreement is not None and self.agreement.ends_pass)
+        return self.is_stopping or (self.agreement is not None and self.agreement.consensus.ends_pass)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the callbacks, once, of the exception that is ending the run. Control flow is none.
-
-        Nor is the exit that follows a signal, for which the run has ended in order.
-        """
-        if self.signal is not None and isinstance(error, SystemExit):
-            return
+        """Tell the callbacks, once, of the exception that is ending the run. Control flow is none."""
         if self.error is None and not isinstance(error, ControlFlow):
             self.error = error
             if self.agreement is not None:

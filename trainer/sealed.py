@@ -50,11 +50,7 @@ def preserved_gradient_state(state: GradientState) -> Iterator[None]:
 @contextmanager
 def preserved_generators(loaders: Iterable[PreparedLoader]) -> Iterator[None]:
     """A context after which the loaders' own generators are as before: the training loader may share one of them."""
-    owners = [owner for loader in loaders for owner in (loader.loader, loader.sampler)]
-    found = [
-        generator for owner in owners if isinstance(generator := getattr(owner, "generator", None), torch.Generator)
-    ]
-    states = [(generator, generator.get_state()) for generator in found]
+    states = [(generator, generator.get_state()) for loader in loaders for generator in loader.generators]
     try:
         yield
     finally:

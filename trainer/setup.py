@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.optim import Optimizer
 
 from ..callbacks.bus import bind
 from ..callbacks.callback import SkipBatch
 from ..callbacks.intervals import Interval, Schedule
 from ..callbacks.state import RunState
+from ..data.configuration import DataLoaderConfiguration
 from ..data.loader import PreparedLoader
 from ..distributed.errors import ConfigError, DataError, TaskError
 from ..distributed.random import set_seed
-from .agreement import Agreement
 from .evaluation import Stage
 from .loaders import batches_allowed, evaluation_data, first_batches, training_loader
 from .loop import announce_step
-from .metric_exchange import MetricExchange
 from .metrics import MetricLog
 from .optimization import Optimization, configure
 from .run import EvaluationData, Run, Training
@@ -49,6 +48,11 @@ def check_task(task: object) -> Task:
     )
 
 
+def kind_of(task: Task) -> str:
+    """The word for runs of such a task, in the names of their folders."""
+    return type(task).__name__.lower()
+
+
 def overrides(task: Task, method: str) -> bool:
     """Whether a task has its own version of a method."""
     return getattr(type(task), method) is not getattr(Task, method) or method in vars(task)
@@ -63,21 +67,6 @@ def start_run(trainer: Trainer, task: Task, stage: str) -> Run:
     )  # fmt: skip
     rebind(run)
     return run
-
-
-def join_others(run: Run, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Let the processes of a run meet, and decide together from now on. Collective.
-
-    Args:
-        run: of this process.
-        facts: what this process knows of it.
-    Returns:
-        The facts of all processes.
-    """
-    metrics = run.training_log.exchange = MetricExchange()
-    metrics.see("", 1)
-    run.agreement = Agreement(run, metrics)
-    return run.agreement.meet(facts | {"seed": torch.initial_seed()})
 
 
 def rebind(run: Run) -> None:
@@ -176,7 +165,6 @@ def _training(
         count_tokens=checked_count(task.count_tokens) if overrides(task, "count_tokens") else None,
         needs_tokens=any(d.unit == "tokens" for i in intervals for d in i.every)
         or any(d.unit == "tokens" for d in settings.limits.durations),
-        moves=run.device.type != "cpu",
     )
 
 
@@ -187,12 +175,17 @@ def _read_data(run: Run, settings: Settings, train: Any, val: Any) -> tuple[Prep
     if settings.overfit_batches is not None:
         loader = first_batches(loader, settings.overfit_batches)
         val = None if val is None else loader
-    configuration = run.trainer.accelerator.dataloader_config
+    configuration = _seeding(run.trainer.accelerator.dataloader_config)
     prepared = run.strategy.setup_dataloader(loader, configuration)
     limit = settings.batch_limits.get("val")
     if val is None or limit == 0 or settings.val_interval.is_never:
         return prepared, None
     return prepared, evaluation_data(val, "val", limit, run.strategy, configuration)
+
+
+def _seeding(configuration: DataLoaderConfiguration) -> DataLoaderConfiguration:
+    """With the data's own random stream, unless it was decided otherwise."""
+    return configuration if configuration.seed_batches is not None else replace(configuration, seed_batches=True)
 
 
 def _epoch_length(loader: PreparedLoader, limit: int | None) -> int | None:
@@ -287,7 +280,7 @@ def prepare_evaluation(run: Run, settings: Settings, stage: Stage, data: Any) ->
         data = getattr(task, f"{short}_dataloader")()
     if data is None:
         raise DataError(f"there is no {stage.name} data. Pass it, or give the task a {short}_dataloader().")
-    configuration = run.trainer.accelerator.dataloader_config
+    configuration = _seeding(run.trainer.accelerator.dataloader_config)
     found = evaluation_data(data, stage.name, settings.batch_limits.get(short), run.strategy, configuration)
     build_model(task, settings.compiles)
     run.model, _ = run.strategy.setup(task, [], None)

@@ -1,9 +1,8 @@
-"""`StateMethods`: the state of what an `Accelerator` has prepared."""
+"""`StateMethods`: the weights of what an `Accelerator` has prepared, and other objects in files."""
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.entries import check_tensor, separate, tied_names
-from ..checkpoint.weights import save_weights
+from ..checkpoint.names import plain_names
+from ..checkpoint.weights import write_weights
 from ..distributed.atomic import whole_file
-from ..distributed.errors import ConfigError
+from ..distributed.errors import CheckpointError, ConfigError
 from ..distributed.process import ProcessState
-from ..distributed.units import convert_file_size_to_int, size_bytes
+from ..distributed.units import convert_file_size_to_int
 from ..strategies.forward import extract_model_from_parallel
 from ..strategies.strategy import Strategy
 from .preparation import is_spread
@@ -26,23 +26,20 @@ from .project import ProjectConfiguration
 
 
 class StateMethods:
-    """The state of prepared models, and of further objects."""
+    """The weights of prepared models, and other objects in files."""
 
     strategy: Strategy
     """How a step is carried out, and how the models are wrapped."""
-    state: ProcessState
-    """The process; the main one writes."""
+    process: ProcessState
+    """The main one writes."""
     project_configuration: ProjectConfiguration
     """Where files go, and whether each machine has its own."""
-
-    def __init__(self) -> None:
-        self._custom_objects: list[Any] = []
 
     @property
     def _writes(self) -> bool:
         """Whether this process writes what is written once."""
         each_node = self.project_configuration.save_on_each_node
-        return self.state.is_local_main_process if each_node else self.state.is_main_process
+        return self.process.is_local_main_process if each_node else self.process.is_main_process
 
     @property
     def should_save_model(self) -> bool:
@@ -72,30 +69,30 @@ class StateMethods:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the model's weights as `model.safetensors` into a folder, whole or not at all.
+        """Write the model's weights as safetensors into a folder, whole or not at all. Collective.
 
         Args:
             model: prepared or not.
-            save_directory: it is made if need be.
-            max_shard_size: above it a warning says that this version writes one file.
+            save_directory: it is made if need be. Weights that are there already are replaced.
+            max_shard_size: larger weights are spread over files of at most this size, with an index.
             safe_serialization: False, Accelerate's pickled weights, is refused.
         Raises:
             ConfigError: pickled weights were asked for, or the size is none.
-            CheckpointError: a value can't be stored; names it.
+            CheckpointError: a value can't be stored (names it), or the folder can't be written to.
         """
         if not safe_serialization:
             raise ConfigError("save_model(safe_serialization=False): weights are not pickled. Leave it out.")
-        limit = convert_file_size_to_int(max_shard_size)
-        plain = self.unwrap_model(model, keep_torch_compile=False)
-        size = size_bytes(value for value in plain.state_dict().values() if isinstance(value, Tensor))
-        if size > limit:
-            warnings.warn(
-                f"save_model: the weights have {size} bytes, more than max_shard_size={max_shard_size!r}. This version "
-                "writes them as one file.",
-                stacklevel=2,
-            )
-        if self._writes:
-            save_weights(plain, Path(save_directory))
+        convert_file_size_to_int(max_shard_size)
+        state = plain_state(self.strategy, model)
+        if not self._writes:
+            return
+        try:
+            write_weights(state, Path(save_directory) / "model.safetensors", max_shard_size=max_shard_size)
+        except OSError as error:
+            raise CheckpointError(
+                f"save_model: the weights can't be written to {str(save_directory)!r}: {error.strerror or error}. Give "
+                "a folder that this process may write to."
+            ) from error
 
     def save(self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:
         """Write an object to a file, on the main process alone; on each machine's with `save_on_each_node`. Local.
@@ -121,19 +118,12 @@ class StateMethods:
         """Whether a model, or a part of it, is spread over several devices, and so can't be trained by processes."""
         return any(map(is_spread, model.modules()))
 
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Have the state of further objects saved with that of the prepared ones.
 
-        Raises:
-            ConfigError: one has no `state_dict` and `load_state_dict`; names its place and type.
-        """
-        wrong = [f"{index} ({type(item).__name__})" for index, item in enumerate(objects) if not _has_state(item)]
-        if wrong:
-            raise ConfigError(
-                f"register_for_checkpointing: the objects at {', '.join(wrong)} have no state_dict() and "
-                "load_state_dict(state). Give them both."
-            )
-        self._custom_objects.extend(objects)
+def plain_state(strategy: Strategy, model: nn.Module) -> dict[str, Any]:
+    """A model's full state by plain names, without those of wrappers. Collective."""
+    state = strategy.model_state(model)
+    names = plain_names(strategy.unwrap(model), state)
+    return {names[name]: value for name, value in state.items()}
 
 
 def tensor_writer(obj: Any) -> Callable[[Path | BinaryIO], None]:
@@ -161,7 +151,3 @@ def tensor_writer(obj: Any) -> Callable[[Path | BinaryIO], None]:
             target.write(data)
 
     return write
-
-
-def _has_state(item: Any) -> bool:
-    return all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict"))

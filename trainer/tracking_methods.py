@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..distributed.errors import ConfigError, TrackerError, suggest
-from ..trackers.general import GeneralTracker
+from ..trackers.general import SilentTracker
+from ..trackers.kinds import LoggerType
 from ..trackers.registry import create_trackers, tracker_words
 from ..trackers.tracker import RunInfo, Tracker
 from .project import ProjectConfiguration
@@ -37,6 +39,7 @@ class TrackingMethods:
         """What was asked for."""
         self._group = create_trackers(self.log_with, enabled=is_main_process)
         self._next_step = 0
+        self._resumed: Mapping[str, Any] | None = None
 
     @property
     def project_dir(self) -> Any:
@@ -50,8 +53,8 @@ class TrackingMethods:
 
     @property
     def trackers(self) -> list[Tracker]:
-        """The trackers that `init_trackers` has opened."""
-        return list(self._group.trackers) if self._group.is_open else []
+        """The trackers that `init_trackers` has opened; none on other processes than the main one."""
+        return list(self._group.trackers) if self._group.is_open and self._group.enabled else []
 
     def init_trackers(
         self,
@@ -70,15 +73,20 @@ class TrackingMethods:
             ConfigError: no tracker has this word, or it does not take an option.
             TrackerError: a run is open already.
         """
+        self._check_words("init_trackers", "init_kwargs", init_kwargs or {})
         options = {word: dict(given) for word, given in (init_kwargs or {}).items()}
-        self._check_words(options)
         names = [name for given in options.values() if (name := given.pop("name", None))]
         if any(options.values()):
             configured = [self._with_options(tracker, options.get(tracker.name)) for tracker in self._group.trackers]
             self._group = create_trackers(configured, enabled=self._group.enabled)
         folder = Path(self.logging_dir or _DEFAULT_FOLDER) / project_name
-        self._group.start(RunInfo(names[0] if names else project_name, project_name, folder), config or {})
-        self._next_step = 0
+        resumed, self._resumed = self._resumed, None
+        info = RunInfo(names[0] if names else project_name, project_name, folder)
+        if resumed is not None:
+            self._group.load_state_dict(resumed["group"])
+            info = dataclasses.replace(info, resumed_step=resumed["group"]["last_step"])
+        self._group.start(info, config or {})
+        self._next_step = 0 if resumed is None else resumed["next_step"]
 
     def log(
         self,
@@ -91,25 +99,36 @@ class TrackingMethods:
         Args:
             values: numbers by name; tensors of one element count as such.
             step: the optimizer step that it belongs to. Without one, one more than that of the last record.
-            log_kwargs: Accelerate's options of single trackers; not available in this version.
+            log_kwargs: further arguments of single trackers' `log`, by the tracker's word: `{"wandb": {"commit":
+                False}}`. Those of trackers that are not in use are left out.
         Raises:
             TrackerError: `init_trackers` was not called.
-            ConfigError: `log_kwargs` has options.
+            ConfigError: no tracker has this word, or it does not take an option.
         """
+        self._check_words("log", "log_kwargs", log_kwargs or {})
         if not self.log_with:
             return
         if not self._group.is_open:
             raise TrackerError(
                 "accelerator.log was called while no run is open. Call init_trackers(project_name) first."
             )
-        if any((log_kwargs or {}).values()):
-            raise ConfigError(
-                f"accelerator.log(log_kwargs={log_kwargs!r}): options of single trackers are not available in this "
-                "version. Leave them out, or write by get_tracker(name)."
-            )
         step = self._next_step if step is None else step
-        self._group.log(values, step)
+        self._group.log(values, step, log_kwargs)
         self._next_step = step + 1
+
+    def tracking_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the trackers: their runs' ids, and the number of the next record. Local."""
+        self._group.flush()
+        return {"group": self._group.state_dict(), "next_step": self._next_step}
+
+    def restore_tracking(self, state: Mapping[str, Any]) -> None:
+        """Let `init_trackers` go on with the runs that `tracking_state` told of; where it was called already, the
+        records go on with their numbers in the new runs. Local.
+        """
+        if self._group.is_open:
+            self._next_step = state["next_step"]
+        else:
+            self._resumed = state
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The open tracker of that name; one that writes nothing without trackers, and where another process writes.
@@ -121,7 +140,7 @@ class TrackingMethods:
             TrackerError: no such tracker is open, or it has nothing to unwrap.
         """
         if not self._group.enabled or not self.log_with:
-            return GeneralTracker()
+            return SilentTracker()
         found = next((tracker for tracker in self.trackers if tracker.name == name), None)
         if found is None:
             known = [tracker.name for tracker in self.trackers]
@@ -139,13 +158,19 @@ class TrackingMethods:
         """Close the run in every tracker."""
         self._group.finish("success")
 
-    def _check_words(self, options: Mapping[str, Any]) -> None:
-        known = {*tracker_words(), *(tracker.name for tracker in self._group.trackers)}
+    def _check_words(self, method: str, argument: str, options: Mapping[str, Any]) -> None:
+        if not options:
+            return
+        if not isinstance(options, Mapping) or not all(isinstance(given, Mapping) for given in options.values()):
+            raise ConfigError(
+                f"{method}({argument}={options!r:.80}). Expected options by the tracker's word, such as "
+                f"{argument}={{'wandb': {{...}}}}."
+            )
+        words = {word.value for word in LoggerType if word is not LoggerType.ALL}
+        known = {*tracker_words(), *words, *(tracker.name for tracker in self._group.trackers)}
         for word in options:
             if word not in known:
-                raise ConfigError(
-                    f"init_trackers(init_kwargs={{{word!r}: ...}}) names no tracker. {suggest(word, known)}"
-                )
+                raise ConfigError(f"{method}({argument}={{{word!r}: ...}}) names no tracker. {suggest(word, known)}")
 
     def _with_options(self, tracker: Tracker, options: dict[str, Any] | None) -> Tracker | dict[str, Any]:
         """The tracker, or what makes one with these options in its place."""

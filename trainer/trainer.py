@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import datetime
 import os
-import secrets
-import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -22,14 +21,14 @@ from ..callbacks.intervals import Interval
 from ..callbacks.limits import Limits
 from ..callbacks.order import sort_callbacks
 from ..callbacks.state import RunState
-from ..checkpoint.weights import save_weights, weights_file
+from ..checkpoint.reading import Checkpoint
 from ..data.configuration import DataLoaderConfiguration
 from ..data.window import Remainder
 from ..distributed import watch
 from ..distributed.environment import read_flag
 from ..distributed.errors import ConfigError, check_boolean, suggest
 from ..distributed.group import is_connected
-from ..distributed.paths import free_path
+from ..distributed.launched import Launch, find_launch
 from ..distributed.process import ProcessState
 from ..distributed.random import set_seed
 from ..strategies.precision import Precision
@@ -39,16 +38,21 @@ from ..trackers.tracker import RunInfo, Status, Tracker
 from . import loop
 from .accelerator import Accelerator
 from .advice import check_schedules, unheard_events
+from .directories import RunDirectories, checkpoint_folders
 from .evaluation import PREDICT, TEST, VALIDATION, Stage, evaluate, predict
+from .keywords import naming_keywords
 from .loaders import read_batch_limits
+from .meeting import join_others
 from .modes import deterministic_algorithms, training_mode
 from .plan import make_plan
 from .plan_report import Plan
-from .readings import RunReadings
+from .resume import LATEST, find_checkpoint, go_on_from, read_resume_from, restore, tell
 from .run import Run, refused
+from .saves import waiting_for_saves
+from .saving import RunSaving
 from .settings import Settings, read_fast_dev_run
-from .setup import check_task, join_others, place, prepare_evaluation, prepare_training, rebind, start_run
-from .signals import ending_on_sigterm
+from .setup import check_task, kind_of, place, prepare_evaluation, prepare_training, rebind, start_run
+from .signals import ending_on_signals
 from .task import Task
 from .world import read_timeout, read_world, warn_of_timeout
 
@@ -56,7 +60,7 @@ if TYPE_CHECKING:
     from ..distributed.peers import Peers
 
 
-class Trainer(RunReadings):
+class Trainer(RunSaving):
     """Runs a task: trains, validates, tests and predicts with it.
 
     Args:
@@ -99,8 +103,10 @@ class Trainer(RunReadings):
         name: the run's name and folder below `project_dir`; by default the task's name and the time.
     Raises:
         ConfigError: an argument can't be used; says what is accepted.
+        TypeError: an argument is unknown; names the one that is meant.
     """
 
+    @naming_keywords
     def __init__(
         self,
         *,
@@ -184,33 +190,45 @@ class Trainer(RunReadings):
         self._run_directory: Path | None = None
         self._peers: Peers | None = None
         """The other processes, where this one has started them."""
-        self._used_directories: set[Path] = set()
+        self._directories = RunDirectories(self.settings.project_dir, self.settings.name)
         self._info: RunInfo | None = None
 
     # Running a task.
 
-    def fit(self, task: Task, train: Any = None, val: Any = None) -> None:
+    def fit(self, task: Task, train: Any = None, val: Any = None, *, resume_from: str | Path | None = None) -> None:
         """Train a task. Each call is a run of its own: counters begin at 0, the task's weights go on.
+
+        From a checkpoint the earlier run goes on as if it had never stopped, in its folder and with its trackers,
+        unless this Trainer has another name. What its last leg recorded behind the checkpoint is taken back.
 
         Args:
             task: what to train.
             train: any iterable of batches; or a mapping or list of loaders, read as one; by default the task's
                 `train_dataloader()`.
             val: the same for validation, where several loaders are validated one after another.
+            resume_from: `"latest"`: the newest whole checkpoint of this run, or a new beginning where there is none;
+                `"best"`: the best one; or the path of a checkpoint. Words look where callbacks keep checkpoints, and in
+                the folder of the run; without a `name`, of the newest run of this task. None: a new run; but in
+                processes that `loopwright launch --max_restarts` has started again, the first `fit` goes on with
+                theirs.
         Raises:
             ConfigError, TaskError, DataError: before anything runs, when something is missing or contradicts itself.
+            CheckpointError: the checkpoint is damaged, or belongs to another model.
         """
         with ExitStack() as stack:
-            run = self._start(stack, task, "train")
+            run = self._start(stack, task, "train", resume_from)
+            stack.enter_context(waiting_for_saves(run))
             training = run.training = prepare_training(run, self.settings, train, val)
             check_schedules(training)
             place(run, training)
+            if run.resumption is not None:
+                restore(run, training, run.resumption)
+                tell(run, run.resumption)
             for text in unheard_events(run):
                 warnings.warn(text, stacklevel=2)
             self._open_trackers(run)
             stack.enter_context(training_mode(run.task))
             stack.enter_context(torch.enable_grad())  # what the task does to this mode ends with the run
-            stack.enter_context(ending_on_sigterm(run))
             loop.fit(run, training)
 
     def validate(self, task: Task, data: Any = None) -> dict[str, float]:
@@ -252,7 +270,7 @@ class Trainer(RunReadings):
             self._open_trackers(run)
             return evaluate(run, stage, found)
 
-    def _start(self, stack: ExitStack, task: Task, stage: str) -> Run:
+    def _start(self, stack: ExitStack, task: Task, stage: str, resume_from: object = None) -> Run:
         """A run after `on_setup`. The stack fires `on_teardown` and puts everything back."""
         check_task(task)
         if self._run is not None:
@@ -260,10 +278,13 @@ class Trainer(RunReadings):
                 f"this Trainer is running {self._run.state.stage} of {type(self._run.task).__name__} already. "
                 "Use another Trainer inside it."
             )
+        wanted, self._next_resume = read_resume_from(resume_from or self._next_resume), None
         self._connect()
         if self.settings.seed is not None:
             set_seed(self.settings.seed)
-        run = self._begin(task, stage)
+        run = self._begin(task, stage, wanted)
+        if stage == "train":
+            stack.enter_context(ending_on_signals(run))  # around all of it, so that what ends the run is not cut off
         stack.callback(self._finish, run)
         if self.process.num_processes > 1:
             self._meet(run)
@@ -291,20 +312,40 @@ class Trainer(RunReadings):
 
     def _meet(self, run: Run) -> None:
         """Let the processes of a run agree on its folder, and begin to decide together. Collective."""
-        facts = join_others(run, {"directory": str(self.run_directory)})
-        self._run_directory = Path(facts[0]["directory"])
+        facts = join_others(run, {"directory": str(self.run_directory), "id": run.saves.run_id})
+        self._run_directory, run.saves.run_id = Path(facts[0]["directory"]), facts[0]["id"]
 
     def _open_trackers(self, run: Run) -> None:
         """Once all is prepared: a run that can't begin leaves nothing behind."""
-        run.trackers.start(self._run_info(), self._tracker_config(run.task))
+        info = self._run_info()
+        if run.resumption is not None:
+            info = replace(info, resumed_step=run.resumption.step)
+        elif run.begins_again:
+            info = replace(info, resumed_step=-1)  # an earlier leg was killed before its first checkpoint
+        run.trackers.start(info, self._tracker_config(run.task))
 
-    def _begin(self, task: Task, stage: str) -> Run:
+    def _find(self, task: Task, wanted: str | Path | Launch) -> Checkpoint | None:
+        """The checkpoint to go on from. Collective."""
+        own = (callback.checkpoint_folder for callback in self._callbacks)
+        folders = checkpoint_folders(own, self._directories.earlier(kind_of(task)))
+        return find_checkpoint(wanted, folders, self.process)
+
+    def _begin(self, task: Task, stage: str, wanted: str | Path | None) -> Run:
+        is_first = stage == "train" and self._newest_fit is None
+        launch = find_launch() if wanted is None and is_first else None
+        source = launch if launch is not None and launch.num_restarts else wanted
+        checkpoint = None if source is None else self._find(task, source)
         run = start_run(self, task, stage)
         for function in self.functions:
             function.reset(run.state)
         if stage == "train":
             self.metrics.clear()
-            self._run_directory = self._new_directory(task)
+            if checkpoint is None:
+                self._run_directory = self._directories.new(kind_of(task))
+                run.begins_again = wanted == LATEST
+            else:
+                run.resumption = go_on_from(run, checkpoint, self._directories)
+                self._run_directory = self._directories.of(checkpoint.manifest.run["name"])
         elif self._newest_fit is not None:
             run.state.adopt(self._newest_fit.state)  # an evaluation after training belongs to its last step
         self.progress_metrics.clear()
@@ -352,7 +393,7 @@ class Trainer(RunReadings):
         Args:
             event: its name, with or without `on_`.
             function: called with the trainer, the task and the event's values.
-            filters: `every`, `once`, `before`, `after` and `when`, as `FilteredFunction` describes them.
+            filters: `every`, `once`, `before`, `after`, `when` and `steers`, as `FilteredFunction` describes them.
         Returns:
             The function; without one, a decorator.
         Raises:
@@ -360,7 +401,7 @@ class Trainer(RunReadings):
         """
         if function is None:
             return lambda decorated: self.on(event, decorated, **filters)
-        known = ("every", "once", "before", "after", "when")
+        known = ("every", "once", "before", "after", "when", "steers")
         for name in filters:
             if name not in known:
                 raise ConfigError(f"trainer.on(..., {name}=) is unknown. {suggest(name, known)}")
@@ -385,18 +426,6 @@ class Trainer(RunReadings):
         """The context in which the run's forward passes are."""
         return self.accelerator.precision.autocast()
 
-    def save_model(self, path: str | Path) -> Path:
-        """Write the task's weights as safetensors, whole or not at all. Local: the main process writes, others don't.
-
-        A process that reads the file waits for it first: `trainer.process.wait_for_everyone()`, on all of them.
-
-        Args:
-            path: of the file, or of a folder that gets `model.safetensors`.
-        Returns:
-            The file's path.
-        """
-        return save_weights(self.unwrapped_model(), path) if self.process.is_main_process else weights_file(path)
-
     @property
     def callbacks(self) -> Sequence[Callback]:
         """All callbacks in the order in which they run."""
@@ -406,27 +435,13 @@ class Trainer(RunReadings):
     def run_directory(self) -> Path:
         """Where the run's files go; who writes there creates it. Before the first `fit`, where an evaluation's go."""
         if self._run_directory is None:
-            task = None if self._run is None else self._run.task
-            self._run_directory = self._new_directory(task)
+            self._run_directory = self._directories.new("run" if self._run is None else kind_of(self._run.task))
         return self._run_directory
 
     def _active(self, what: str) -> Run:
         if self._run is None:
             raise ConfigError(f"trainer.{what} outside of fit, validate, test and predict.")
         return self._run
-
-    def _new_directory(self, task: Task | None) -> Path:
-        name = self.settings.name
-        kind = "run" if task is None else type(task).__name__.lower()
-        # The last part keeps runs apart that begin in the same second, on machines that share the folder.
-        base = name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-        folder = free_path(
-            self.settings.project_dir / base,
-            is_taken=lambda path: path in self._used_directories or (name is None and path.exists()),
-            suffix="",
-        )
-        self._used_directories.add(folder)
-        return folder
 
     def _run_info(self) -> RunInfo:
         """What trackers know of the run: the same object for a fit and the evaluations after it."""

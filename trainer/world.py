@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from ..callbacks.intervals import Duration
 from ..distributed import group
 from ..distributed.environment import read_flag
 from ..distributed.errors import ConfigError, check_integer
 from ..distributed.launched import Place
-from ..distributed.slots import control_device
+from ..distributed.slots import group_timeout
 from ..strategies.registry import AUTO, SINGLE, StrategyLike
 from ..strategies.strategy import Strategy
 
@@ -66,9 +65,7 @@ def warn_of_timeout(wanted: timedelta | None) -> None:
     """Warn where the group of processes that is there already has another timeout than the one wanted. Local."""
     if wanted is None:
         return
-    backend = dist.distributed_c10d._get_default_group()._get_backend(control_device())
-    found = getattr(getattr(backend, "options", None), "_timeout", None)
-    if found != wanted:
+    if group_timeout() != wanted:
         warnings.warn(
             f"process_timeout={wanted.total_seconds():g} s has no effect: the processes are in a group already, which "
             "was made before this Trainer ran. Set it where the group is made, or in the first Trainer.",

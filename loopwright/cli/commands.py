@@ -99,7 +99,7 @@ def _fit(config: ParsedConfig, options: Options) -> None:
     train, val = loader_of(data, "train"), loader_of(data, "val", is_required=False)
     trainer.on("fit_start", lambda *_: _save_config(trainer, config))
     try:
-        trainer.fit(task, train, val)
+        trainer.fit(task, train, val, resume_from=config.sources.resume_from)
     except KeyboardInterrupt as interrupt:
         for line in _what_is_left(trainer):
             interrupt.add_note(line)
@@ -117,10 +117,10 @@ def _what_is_left(trainer: Trainer) -> Iterator[str]:
     checkpoints = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
     written = [callback.last_path for callback in checkpoints if callback.last_path is not None]
     for path in written:
-        yield f"The last weights are in {path}"
+        yield f"The newest checkpoint is {path}"
     if not written:
-        remedy = "" if checkpoints else " The callback ModelCheckpoint writes them."
-        yield f"No last weights were written.{remedy}"
+        remedy = "" if checkpoints else " The callback ModelCheckpoint saves them."
+        yield f"No checkpoint was saved.{remedy}"
     if trainer.run_directory.is_dir():
         yield f"The files of this run are in {trainer.run_directory}"
 

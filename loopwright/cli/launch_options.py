@@ -39,7 +39,7 @@ OPTIONS: Mapping[str, Option] = {
     "gradient_accumulation_steps": Option(int, "micro-batches per step of an Accelerator", is_for_scripts=True),
     "num_cpu_threads_per_process": Option(int, "OMP_NUM_THREADS; default: the cores, shared evenly"),
     "enable_cpu_affinity": Option(bool, "bind each process to cores of its own, or to those near its device"),
-    "debug": Option(bool, "check shapes before each collective, and show torch's reports on the launch"),
+    "debug": Option(bool, "show torch's reports on the launch, and set `debug` of an AcceleratorState"),
     "quiet": Option(bool, "do not say which process failed first"),
     "module": Option(bool, "the script is a module's name, as in python -m", is_for_scripts=True),
     "no_python": Option(bool, "the script is a program of its own", is_for_scripts=True),

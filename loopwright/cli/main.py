@@ -12,15 +12,17 @@ usage: loopwright COMMAND FILE.yaml [--trainer.max_epochs 3 --task.init_args.wid
        loopwright launch [--num_processes 2 ...] script.py [arguments of the script]
 
 commands:
-  fit       train the task that FILE.yaml describes
-  validate  run the validation data through it    [--weights model.safetensors]
-  test      run the test data through it          [--weights model.safetensors]
-  predict   run the predict data through it       [--weights model.safetensors] [--output predictions.jsonl]
-  plan      say what fit will do, without training
-  launch    run a script in several processes; `loopwright launch --help` lists the options
-  config    ask how scripts are launched on this machine, and write that down  [--default] [--update]
-  test      without a file: check that the processes of this machine work together [launch options]
-  env       print versions and devices, for bug reports
+  fit         train the task that FILE.yaml describes
+  validate    run the validation data through it    [--weights model.safetensors]
+  test        run the test data through it          [--weights model.safetensors]
+  predict     run the predict data through it       [--weights model.safetensors] [--output predictions.jsonl]
+  plan        say what fit will do, without training
+  verify-resume  prove that the task of FILE.yaml goes on exactly after a stop  [--steps 30] [--stops 3]
+  checkpoint  show what a checkpoint holds, verify its files, or convert weights; `loopwright checkpoint --help`
+  launch      run a script in several processes; `loopwright launch --help` lists the options
+  config      ask how scripts are launched on this machine, and write that down  [--default] [--update]
+  test        without a file: check that the processes of this machine work together [launch options]
+  env         print versions and devices, for bug reports
 
 options:
   --help     this text; `loopwright COMMAND FILE.yaml --help` lists every key with its type and default
@@ -32,7 +34,7 @@ A flag wins over the environment, the environment over the file. --print_config 
 """
 RUN_COMMANDS = ("fit", "validate", "test", "predict")
 CONFIG_COMMANDS = (*RUN_COMMANDS, "plan")
-COMMANDS = (*CONFIG_COMMANDS, "launch", "config", "env")
+COMMANDS = (*CONFIG_COMMANDS, "verify-resume", "checkpoint", "launch", "config", "env")
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -129,10 +131,18 @@ def _record(error: BaseException) -> None:
 
 
 def _run(command: str, arguments: list[str]) -> int:
+    if command == "checkpoint":
+        from .checkpoint import run_checkpoint
+
+        return run_checkpoint(arguments)
     if command == "launch":
         from .launch import run_launch
 
         return run_launch(arguments)
+    if command == "verify-resume":
+        from .verify_resume import run_verify_resume
+
+        return run_verify_resume(arguments)
     if command == "config":
         from .questions import run_config
 

@@ -35,6 +35,7 @@ class ParsedConfig:
         """Every key with its value, as plain values."""
         values = plain_values(self.namespace)
         values["trainer"] = {key: value for key, value in values["trainer"].items() if value is not None}
+        values["resume_from"] = self.sources.resume_from
         used = folders_used(self.class_paths, self.sources.folders)
         folders = [str(folder) for folder in dict.fromkeys([*self.sources.python_path, *used])]
         if folders:

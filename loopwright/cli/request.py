@@ -14,6 +14,7 @@ OPTIONS = {
     "validate": ("weights",),
     "test": ("weights",),
     "predict": ("weights", "output"),
+    "verify-resume": ("steps", "stops", "seed"),
 }
 """The options with a value that belong to the command and not to the file, by command."""
 SWITCHES = ("print_config", "help")

@@ -11,7 +11,7 @@ from ..distributed.environment import KEY_PREFIX
 from ..distributed.errors import ConfigError, suggest
 from .scalars import Plain, TextMapping, is_null, read_argument, read_yaml
 
-KEYS = ("task", "data", "trainer", "python_path")
+KEYS = ("task", "data", "trainer", "resume_from", "python_path")
 """The keys of a file."""
 
 Tree = dict[str, Any]
@@ -66,6 +66,23 @@ class Sources:
     def folders(self) -> list[Path]:
         """Where class paths are looked up before the installed packages: the file's folder, then `python_path`."""
         return [self.file.resolve().parent, *self.python_path]
+
+    @property
+    def resume_from(self) -> str | None:
+        """The checkpoint that `fit` goes on from: "latest", "best" or a path; None: it begins anew.
+
+        Raises:
+            ConfigError: the value is no text.
+        """
+        given = self.tree.get("resume_from")
+        if given is None or is_null(given):
+            return None
+        if not isinstance(given, (str, Plain)) or not str(given):
+            raise ConfigError(
+                f"resume_from (in {self.origin_of('resume_from')}): got {given!r}. Expected 'latest', 'best', or the "
+                "path of a checkpoint."
+            )
+        return str(given)
 
     @property
     def python_path(self) -> list[Path]:

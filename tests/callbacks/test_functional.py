@@ -189,6 +189,7 @@ def test_an_evaluation_has_functions_too() -> None:
         ("stepp", {}, r"event='stepp' is unknown. Did you mean 'on_step'"),
         ("on_train_start", {}, r"event='on_train_start' is unknown. Did you mean 'on_\w+'\? Accepted: on_backward"),
         ("step", {"evry": 2}, r"trainer.on\(..., evry=\) is unknown. Did you mean 'every'"),
+        ("step", {"steers": 0}, r"trainer.on\(steers=0\). Expected True or False"),
         ("step", {"every": 0}, r"every=0 of trainer.on. Expected an integer >= 1; counts begin at 1"),
         ("step", {"once": 0}, r"once=0 of trainer.on"),
         ("step", {"before": -1}, r"before=-1 of trainer.on"),

@@ -328,8 +328,8 @@ def test_saves_nothing_bad(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(1, directory=tmp_path / "out")
     with pytest.raises(NonFiniteError, match="the loss is nan at step 3"):
         trainer_with(NaNGuard(), checkpoint).fit(Slope(), xs(1, 1, math.nan, 1))
-    assert os.listdir(tmp_path / "out") == ["last.safetensors"]
-    assert load_file(tmp_path / "out" / "last.safetensors")["w"].item() == -2.0
+    assert os.listdir(tmp_path / "out") == ["step=000002"]
+    assert load_file(tmp_path / "out/step=000002/model.safetensors")["w"].item() == -2.0
 
 
 def test_batches_of_other_kinds_are_described() -> None:

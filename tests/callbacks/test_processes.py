@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,26 +15,30 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from loopwright.callbacks.callback import Callback
+from loopwright.callbacks.callback import Callback, SkipBatch
 from loopwright.callbacks.checkpoint import ModelCheckpoint
 from loopwright.callbacks.early_stopping import EarlyStopping
 from loopwright.callbacks.garbage import GarbageCollection
 from loopwright.callbacks.gradients import GradientMonitor
 from loopwright.callbacks.learning_rate import LearningRateMonitor
 from loopwright.callbacks.nan_guard import NaNGuard
+from loopwright.callbacks.preemption import Preemption
 from loopwright.callbacks.progress import ProgressBar
 from loopwright.callbacks.summary import ModelSummary
 from loopwright.callbacks.throughput import ThroughputMonitor
 from loopwright.callbacks.timer import Timer
+from loopwright.checkpoint.claims import FolderClaim
 from loopwright.checkpoint.weights import load_weights
-from loopwright.distributed.errors import CheckpointError
+from loopwright.distributed.errors import CheckpointError, ConfigError
+from loopwright.distributed.slots import channel
 from loopwright.trainer.task import Task
 from loopwright.trainer.trainer import Trainer
 
 Run = Callable[..., list[Any]]
 STEERS = [
     (ProgressBar, False), (LearningRateMonitor, False), (ModelSummary, False), (ThroughputMonitor, False),
-    (GarbageCollection, False), (GradientMonitor, False), (ModelCheckpoint, False), (Timer, False),
+    (GarbageCollection, False), (GradientMonitor, False), (Timer, False), (Preemption, False),
+    (lambda: ModelCheckpoint(save_weights_only=True), False),
     (lambda: Timer("1 h"), False), (NaNGuard, False), (lambda: NaNGuard("skip"), True),
     (lambda: NaNGuard("stop"), True), (lambda: EarlyStopping("val"), True), (Callback, True),
 ]  # fmt: skip
@@ -90,9 +95,9 @@ def _messages(with_callbacks: bool, epochs: int) -> int:
     trainer = make_trainer(*made, max_epochs=epochs, log_every="never", val_every="never")
     with contextlib.redirect_stderr(io.StringIO()):
         trainer.fit(Normed(), numbers(*ONES))  # where optimizers and groups are made
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            trainer.fit(Normed(), numbers(*ONES))
-    return sum(event.name == "gloo:all_gather" for event in profiler.events())
+        before = channel().num_sent
+        trainer.fit(Normed(), numbers(*ONES))
+    return channel().num_sent - before
 
 
 def test_callbacks_that_do_not_steer_cost_no_message_per_step(two_processes: Run) -> None:
@@ -110,11 +115,13 @@ class Watch(Callback):
 
     def on_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
         paths = [path for path in (self.saver.best_path, self.saver.last_path) if path is not None]
-        self.seen.append([(path.name, path.is_file()) for path in paths])
+        self.seen.append([(path.name, path.exists()) for path in paths])
 
 
-def _checkpoints() -> dict[str, Any]:
-    saver = ModelCheckpoint(every="1 epoch", monitor="val", top_k=2)
+def _checkpoints(weights_only: bool, asynchronous: bool | None) -> dict[str, Any]:
+    saver = ModelCheckpoint(
+        every="1 epoch", monitor="val", top_k=2, save_weights_only=weights_only, asynchronous=asynchronous
+    )
     watch = Watch(saver)
     trainer = make_trainer(saver, watch, max_epochs=4)
     task = Normed((3.0, 1.0, float("nan"), 2.0))
@@ -124,18 +131,31 @@ def _checkpoints() -> dict[str, Any]:
         "state": saver.state_dict(),
         "score": saver.best_score,
         "seen": watch.seen,
-        "files": sorted(path.name for path in folder.iterdir()),
+        "files": sorted(
+            path.name for path in folder.iterdir() if path.name != ".claim"
+        ),  # the main process may hold it
         "best": load_weights(task, saver.best_path or "") and task.w.item(),
     }
 
 
 def test_checkpoints_are_written_once_and_known_everywhere(two_processes: Run) -> None:
-    first, second = two_processes(_checkpoints)
+    first, second = two_processes(_checkpoints, True, None)
     assert first == second
     assert first["score"] == 1.0
     assert first["files"] == ["last.safetensors", "step=2-val=1.safetensors", "step=4-val=2.safetensors"]
     assert all(is_there for seen in first["seen"] for _, is_there in seen)
     assert first["seen"][1] == [("step=1-val=3.safetensors", True), ("last.safetensors", True)]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_whole_states_are_written_once_and_known_everywhere(two_processes: Run, asynchronous: bool) -> None:
+    first, second = two_processes(_checkpoints, False, asynchronous)
+    for what in ("state", "score", "best"):
+        assert first[what] == second[what]
+    assert first["score"] == 1.0
+    assert first["files"] == ["step=000002", "step=000004"]  # of the main process, which removes the others
+    if not asynchronous:
+        assert first["seen"] == second["seen"]
 
 
 class Blocks(Callback):
@@ -144,12 +164,13 @@ class Blocks(Callback):
     def on_step(self, trainer: Any, task: Any, outcome: Any) -> None:
         folder = trainer.run_directory / "checkpoints"
         if trainer.process.is_main_process:
-            folder.parent.mkdir(parents=True)
+            shutil.rmtree(folder)
             folder.write_text("no folder")
 
 
-def _blocked(every: str) -> tuple[str, str, int]:
-    trainer = make_trainer(Blocks(), ModelCheckpoint(every=every, save_on_exception=False), max_steps=1)
+def _blocked(every: str, weights_only: bool) -> tuple[str, str, int]:
+    saver = ModelCheckpoint(every=every, save_on_exception=False, save_weights_only=weights_only)
+    trainer = make_trainer(Blocks(), saver, max_steps=1)
     try:
         trainer.fit(Normed(), numbers(*ONES))
     except CheckpointError as error:
@@ -158,16 +179,37 @@ def _blocked(every: str) -> tuple[str, str, int]:
 
 
 @pytest.mark.parametrize("every", ["1 step", "last"])  # in training, and where nothing follows any more
-def test_an_error_in_writing_ends_all(two_processes: Run, every: str) -> None:
-    first, second = two_processes(_blocked, every)
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_an_error_in_writing_ends_all(two_processes: Run, every: str, weights_only: bool) -> None:
+    first, second = two_processes(_blocked, every, weights_only)
     assert first == second
     assert first[0] == "CheckpointError"
-    assert first[1].startswith("ModelCheckpoint could not write ")
+    assert "ModelCheckpoint could not write " in first[1] or not weights_only
+    assert "checkpoints" in first[1]
 
 
-def _bad_buffer() -> tuple[Any, list[str]]:
+def _claimed() -> str:
+    trainer = make_trainer(ModelCheckpoint(directory="out"))
+    claim = FolderClaim(Path("out").absolute(), "other") if trainer.process.is_main_process else None
+    try:
+        trainer.fit(Normed(), numbers(*ONES))
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        if claim is not None:
+            claim.release()
+    return "none"
+
+
+def test_a_folder_of_another_run_ends_all(two_processes: Run) -> None:
+    first, second = two_processes(_claimed)
+    assert first == second
+    assert "another run writes into " in first
+
+
+def _bad_buffer(weights_only: bool) -> tuple[Any, list[str]]:
     task = Normed()
-    saver = ModelCheckpoint()
+    saver = ModelCheckpoint(save_weights_only=weights_only)
 
     class Poison(Callback):
         steers = False
@@ -182,10 +224,11 @@ def _bad_buffer() -> tuple[Any, list[str]]:
     return saver.last_path, [str(each.message) for each in caught]
 
 
-def test_the_main_process_decides_what_is_finite(two_processes: Run) -> None:
-    first, second = two_processes(_bad_buffer)
+@pytest.mark.parametrize(("weights_only", "name"), [(True, "last.safetensors"), (False, "step=000002")])
+def test_the_main_process_decides_what_is_finite(two_processes: Run, weights_only: bool, name: str) -> None:
+    first, second = two_processes(_bad_buffer, weights_only)
     assert first == second
-    assert first[0].name == "last.safetensors"
+    assert first[0].name == name
 
 
 def _stopping() -> tuple[Any, ...]:
@@ -296,6 +339,33 @@ def _called() -> list[int]:
     trainer.on("batch_end", lambda trainer, *_: calls.append(trainer.state.samples), every="8 samples")
     trainer.fit(Normed(), numbers(*ONES))
     return calls
+
+
+def _votes(steers: bool) -> tuple[int, str]:
+    trainer = make_trainer(max_epochs=2, log_every="never", val_every="never")
+    trainer.on("step", lambda *_: None, steers=steers)
+    trainer.fit(Normed(), numbers(*ONES))  # where optimizers and groups are made
+    before = channel().num_sent
+    trainer.fit(Normed(), numbers(*ONES))
+    count = channel().num_sent - before
+    trainer = make_trainer()
+    trainer.on("before_step", skip, steers=steers)
+    try:
+        trainer.fit(Normed(), numbers(*ONES))
+    except ConfigError as error:
+        return count, str(error)
+    return count, f"{trainer.state.step} steps"
+
+
+def skip(*_: Any) -> None:
+    raise SkipBatch
+
+
+def test_functions_that_do_not_steer_cost_no_message_per_step(two_processes: Run) -> None:
+    (steering, skipped), (free, refused) = two_processes(_votes, True)[0], two_processes(_votes, False)[0]
+    assert steering - free == 4  # one per step
+    assert skipped == "0 steps"
+    assert "SkipBatch was raised before a step by a callback or function with steers=False" in refused
 
 
 def test_functions_count_alike(two_processes: Run) -> None:

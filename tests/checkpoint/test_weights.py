@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import re
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from loopwright.checkpoint.weights import LoadReport, load_weights, read_weights, save_weights
+from loopwright.checkpoint.weights import LoadReport, load_weights, read_weights, save_weights, write_weights
 from loopwright.distributed.errors import CheckpointError
 
 
@@ -168,7 +171,7 @@ def test_b38_wrappers_leave_no_trace_in_the_names(tmp_path: Path) -> None:
 
 
 def test_b104_transposed_weight_and_text_entry_round_trip(tmp_path: Path) -> None:
-    note = {"name": "ten", "sizes": [1, 2.5, None, True], "limit": math.inf}
+    note = {"name": "ten", "sizes": [1, 2.5, None, True], "limit": math.inf, 3: ({4}, b"x"), "amax": torch.ones(2)}
     module = Noted(note)
     file = save_weights(module, tmp_path / "w.safetensors")
     assert not module.weight.is_contiguous()
@@ -176,18 +179,18 @@ def test_b104_transposed_weight_and_text_entry_round_trip(tmp_path: Path) -> Non
     load_weights(other, file)
     assert torch.equal(other.weight, torch.tensor([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]))
     assert not other.weight.is_contiguous()
+    assert torch.equal(other.note.pop("amax"), note.pop("amax"))
     assert other.note == note
     with safe_open(file, framework="pt") as opened:
-        assert list(opened.keys()) == ["weight"]
+        assert sorted(opened.keys()) == ["_extra_state.amax", "weight"]
 
 
 @pytest.mark.parametrize(
     ("note", "message"),
     [
-        ({"a": [1, {2, 3}]}, r"'_extra_state.a\[1\]' is of type set"),
-        ({"a": (1, 2)}, r"'_extra_state.a' is of type tuple"),
-        ({3: 1}, r"'_extra_state' has the key 3 of int"),
-        (b"pickle", r"'_extra_state' is of type bytes, which can't be stored without pickle"),
+        ({"a": [1, object()]}, r"_extra_state\.a\[1\] is of type object, which can't be stored"),
+        ({(1,): nn.Linear(1, 1)}, r"_extra_state\[\(1,\)\] is of type torch.nn.modules.linear.Linear"),
+        (lambda: 1, r"_extra_state is of type function"),
     ],
 )
 def test_state_that_can_not_be_stored_is_named_and_nothing_is_written(tmp_path: Path, note: Any, message: str) -> None:
@@ -231,7 +234,8 @@ def test_strict_loading_lists_what_does_not_fit(tmp_path: Path) -> None:
     file = save_weights(nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}), tmp_path / "w.safetensors")
     other = nn.ModuleDict({"a": nn.Linear(2, 3), "c": nn.Linear(2, 2)})
     before = {name: value.clone() for name, value in other.state_dict().items()}
-    expected = "missing (2): c.bias, c.weight; unexpected (2): b.bias, b.weight; mismatched (2): a.bias, a.weight"
+    shapes = "a.weight (saved as (2, 2), here (3, 2)), a.bias (saved as (2,), here (3,))"
+    expected = f"missing (2): c.weight, c.bias; unexpected (2): b.weight, b.bias; mismatched (2): {shapes}"
     with pytest.raises(CheckpointError, match=re.escape(f"does not fit ModuleDict: {expected}.")):
         load_weights(other, file)
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
@@ -243,7 +247,7 @@ def test_strict_loading_lists_what_does_not_fit(tmp_path: Path) -> None:
 
 def test_strict_loading_lists_the_first_ten(tmp_path: Path) -> None:
     file = save_weights(nn.ModuleList(nn.Linear(1, 1) for _ in range(6)), tmp_path / "w.safetensors")
-    with pytest.raises(CheckpointError, match=r"unexpected \(12\): 0.bias, .*, 4.weight, and 2 more"):
+    with pytest.raises(CheckpointError, match=r"unexpected \(12\): 0.weight, .*, 4.bias, and 2 more"):
         load_weights(nn.ModuleList(), file)
 
 
@@ -251,10 +255,10 @@ def test_what_is_no_weights_file_is_refused(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match=r"w.safetensors' does not exist. In its folder: nothing"):
         load_weights(module, tmp_path / "w.safetensors")
-    torch.save(module.state_dict(), tmp_path / "w.bin")
-    with pytest.raises(CheckpointError, match=r"w.bin' can't be read as safetensors .* pickled weights"):
-        load_weights(module, tmp_path / "w.bin")
-    with pytest.raises(CheckpointError, match=r"model.safetensors' does not exist. In its folder: w.bin"):
+    (tmp_path / "w.txt").write_text("weights")
+    with pytest.raises(CheckpointError, match=r"w.txt' can't be read as safetensors \(its header is said to have"):
+        load_weights(module, tmp_path / "w.txt")
+    with pytest.raises(CheckpointError, match=r"has no weights: none of model.safetensors, .* is there. In it: w.txt"):
         load_weights(module, tmp_path)
     whole = save_weights(module, tmp_path / "w.safetensors").read_bytes()
     (tmp_path / "w.safetensors").write_bytes(whole[:-4])
@@ -275,3 +279,135 @@ def test_lazy_modules_take_their_shape_from_the_file(tmp_path: Path) -> None:
         save_weights(lazy, tmp_path / "lazy.safetensors")
     load_weights(lazy, file)
     assert torch.equal(lazy.weight, load_file(file)["weight"])
+
+
+def shards(folder: Path) -> dict[str, list[str]]:
+    """For each file of weights of a folder, its tensors as the safetensors library reads them."""
+    return {path.name: sorted(load_file(path)) for path in sorted(folder.glob("*.safetensors"))}
+
+
+def test_f46_weights_are_spread_over_files_of_limited_size(tmp_path: Path) -> None:
+    state = {name: torch.full((100,), float(ord(name))) for name in "dbca"}
+    index = write_weights(state, tmp_path, max_shard_size="900B")
+    assert index == tmp_path / "model.safetensors.index.json"
+    assert shards(tmp_path) == {
+        "model-00001-of-00002.safetensors": ["b", "d"],
+        "model-00002-of-00002.safetensors": ["a", "c"],
+    }
+    values = json.loads(index.read_text())
+    assert values["metadata"] == {"total_size": 1600}
+    assert values["weight_map"] == {
+        **dict.fromkeys("db", "model-00001-of-00002.safetensors"),
+        **dict.fromkeys("ca", "model-00002-of-00002.safetensors"),
+    }
+    for path in (tmp_path, index, tmp_path / "model.safetensors"):
+        other = nn.ParameterDict({name: nn.Parameter(torch.zeros(100)) for name in "abcd"})
+        assert not load_weights(other, path)
+        assert {name: value.unique().tolist() for name, value in other.items()} == {n: [ord(n)] for n in "abcd"}
+
+
+def test_f46_files_of_an_earlier_save_do_not_stay(tmp_path: Path) -> None:
+    module = nn.ParameterDict({name: nn.Parameter(torch.ones(100)) for name in "abcd"})
+    (tmp_path / "model_1.safetensors").write_text("another model's")
+    (tmp_path / "notes.txt").write_text("mine")
+    others = ["model_1.safetensors", "notes.txt"]
+    for size, expected in (
+        (400, [f"model-0000{index}-of-00004.safetensors" for index in (1, 2, 3, 4)]),
+        ("900B", [f"model-0000{index}-of-00002.safetensors" for index in (1, 2)]),
+        ("900B", [f"model-0000{index}-of-00002.safetensors" for index in (1, 2)]),
+    ):
+        save_weights(module, tmp_path, max_shard_size=size)
+        assert sorted(os.listdir(tmp_path)) == sorted([*expected, "model.safetensors.index.json", *others])
+    save_weights(module, tmp_path, max_shard_size="5MB")
+    assert sorted(os.listdir(tmp_path)) == sorted(["model.safetensors", *others])
+    save_weights(module, tmp_path, max_shard_size=1)  # each weight is larger than that
+    assert len(list(tmp_path.glob("model-*-of-00004.safetensors"))) == 4
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_f47_the_first_name_of_tied_weights_is_stored_also_in_shards(tmp_path: Path) -> None:
+    module = Tied()
+    save_weights(module, tmp_path, max_shard_size=1)
+    assert shards(tmp_path) == {"model.safetensors": ["embed.weight"]}
+    wide = nn.ModuleDict({"first": nn.Linear(3, 5), "tied": Tied()})
+    index = save_weights(wide, tmp_path / "wide", max_shard_size=1)
+    assert "tied.head.weight" not in json.loads(index.read_text())["weight_map"]
+    other = nn.ModuleDict({"first": nn.Linear(3, 5), "tied": Tied()})
+    assert not load_weights(other, index)
+    assert torch.equal(other["tied"].head.weight, wide["tied"].embed.weight)
+
+
+def test_indexes_that_can_not_be_followed_are_refused(tmp_path: Path) -> None:
+    module = nn.ParameterDict({name: nn.Parameter(torch.ones(100)) for name in "ab"})
+    index = save_weights(module, tmp_path, max_shard_size=400)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"files that are missing: model-00002-of-00002.safetensors. Copy them"):
+        load_weights(module, tmp_path)
+    index.write_text(json.dumps({"weight_map": {"a": "/etc/passwd"}}))
+    with pytest.raises(CheckpointError, match="names files that are not beside it: /etc/passwd"):
+        load_weights(module, tmp_path)
+    for text in ("{", "[]", '{"weight_map": ["a"]}', "{}"):
+        index.write_text(text)
+        with pytest.raises(CheckpointError, match="is no index of weights"):
+            load_weights(module, tmp_path)
+
+
+def test_a_save_that_fails_keeps_the_files_before_it(tmp_path: Path) -> None:
+    module = nn.ParameterDict({name: nn.Parameter(torch.ones(100)) for name in "abcd"})
+    save_weights(module, tmp_path, max_shard_size=400)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    module["c"] = nn.Parameter(torch.ones(100_000))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save_weights(module, tmp_path, max_shard_size=400)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+class Older(nn.Module):
+    """Reads an older layout by a hook, and by code of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.inner = nn.Linear(2, 2)
+        self.register_load_state_dict_pre_hook(self._rename)
+
+    @staticmethod
+    def _rename(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if f"{prefix}gain" in state:
+            state[f"{prefix}scale"] = state.pop(f"{prefix}gain") * 2
+
+
+def test_modules_that_read_older_layouts_still_do(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), Older())
+    saved = {f"0.{name}": torch.full(value.shape, 3.0) for name, value in module[0].state_dict().items()}
+    saved |= {f"1.inner.{name}": torch.full(value.shape, 4.0) for name, value in module[1].inner.state_dict().items()}
+    saved["1.gain"] = torch.tensor([1.0, 5.0])
+    save_file(saved, tmp_path / "w.safetensors")
+    assert not load_weights(module, tmp_path / "w.safetensors")
+    assert module[1].scale.tolist() == [2.0, 10.0]
+    assert module[1].inner.weight.unique().tolist() == [4.0]
+    assert module[0].weight.unique().tolist() == [3.0]
+    assert module[0].weight.is_leaf and module[0].weight.requires_grad
+
+
+def test_weights_are_converted_to_the_modules_formats_and_memory(tmp_path: Path) -> None:
+    file = save_weights(nn.Linear(300, 40).double(), tmp_path / "w.safetensors")
+    module = nn.Linear(300, 40).half()
+    module.weight.data = torch.zeros(300, 40).half().t()
+    expected = load_file(file)["weight"].half()
+    assert not load_weights(module, file)
+    assert torch.equal(module.weight, expected)
+    assert module.weight.stride() == (1, 40)
+
+
+def test_large_weights_of_another_format_are_read_in_pieces(tmp_path: Path) -> None:
+    tensors = {"long": torch.randn(3_000_000), "wide": torch.randn(2, 1_500_000), "deep": torch.randn(3_000, 10, 100)}
+    file = write_weights(tensors, tmp_path / "w.safetensors")
+    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(t.shape).double()) for name, t in tensors.items()})
+    assert not load_weights(module, file)
+    assert all(torch.equal(module[name], tensor.double()) for name, tensor in tensors.items())

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from loopwright.data.configuration import DataLoaderConfiguration
-from loopwright.data.epochs import ToldDataset, WorkerSeeds
+from loopwright.data.epochs import ToldDataset
 from loopwright.data.loader import PreparedLoader
 from loopwright.data.prepare import prepare_loader
+from loopwright.data.seeding import DataSeeds
 
 pytestmark = pytest.mark.usefixtures("child_signal")
 
@@ -136,14 +137,14 @@ def test_pain_32_noise_is_distinct_over_workers_processes_and_epochs_and_repeata
 
 
 def test_worker_seeds_are_those_of_the_epoch() -> None:
-    seeds = WorkerSeeds(5, 1)
+    seeds = DataSeeds(5, 1)
     first = seeds.generator.initial_seed()
     seeds.set_epoch(1)
     second = seeds.generator.initial_seed()
     seeds.set_epoch(0)
     assert seeds.generator.initial_seed() == first != second
-    assert WorkerSeeds(5, 0).generator.initial_seed() not in (first, second)
-    assert WorkerSeeds(6, 1).generator.initial_seed() != first
+    assert DataSeeds(5, 0).generator.initial_seed() not in (first, second)
+    assert DataSeeds(6, 1).generator.initial_seed() != first
 
 
 class Parts(IterableDataset[int]):

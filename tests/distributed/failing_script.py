@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from loopwright.distributed import group, watch
+from loopwright.distributed.exchange import start_vector
 from loopwright.distributed.launched import find_place
 from loopwright.distributed.process import ProcessState
 
@@ -31,6 +32,10 @@ def meet(operation: str = "gather") -> float:
         total = torch.ones(1)
         dist.all_reduce(total)
     return float(total)
+
+
+def agree() -> list[tuple[float, ...]]:
+    return start_vector([float(INDEX)], "agree").read()
 
 
 def attempt(function: Callable[[], object]) -> dict[str, object]:
@@ -82,6 +87,36 @@ def one_stays() -> dict[str, object]:
     return result
 
 
+def one_leaves_memory() -> dict[str, object]:
+    """As `one_leaves`, for a control message: these need no connection of the backend."""
+    agree()
+    if INDEX == 1:
+        return {"was_left": watch.leave_group_after(caught())}
+    return attempt(agree)
+
+
+def one_stays_in_memory() -> dict[str, object]:
+    agree()
+    if INDEX == 1:
+        watch.announce_failure(caught())
+        wait_for_others("stays in memory")
+        return {}
+    result = attempt(agree)
+    say_done("stays in memory")
+    return result
+
+
+def one_never_sends() -> dict[str, object]:
+    agree()
+    watch.stand("training_step", 7)
+    if INDEX == 1:
+        wait_for_others("sends")
+        return {}
+    result = attempt(agree)
+    say_done("sends")
+    return result
+
+
 def one_never_arrives() -> dict[str, object]:
     watch.stand("training_step", 7)
     if INDEX == 1:
@@ -118,6 +153,9 @@ SURVIVABLE: dict[str, float] = {
     "all_fail_alike": 60.0,
     "one_leaves": 60.0,
     "one_stays": 60.0,
+    "one_leaves_memory": 60.0,
+    "one_stays_in_memory": 60.0,
+    "one_never_sends": 2.0,
     "one_never_arrives": 2.0,
     "one_is_elsewhere": 2.0,
 }
@@ -139,16 +177,17 @@ def run_fatal(kind: str, index: int) -> None:
     if kind == "adopted":
         dist.init_process_group("gloo")
     ProcessState(cpu=True, timeout=timedelta(seconds=60))
-    meet()
+    together: Callable[[], object] = agree if kind == "kill in memory" else meet
+    together()
     watch.stand("training_step", 2)
     if index != INDEX:
-        meet()
-        meet()
+        together()
+        together()
     elif kind == "error":
         explode()
     elif kind == "exit":
         sys.exit(3)
-    elif kind == "kill":
+    elif kind in ("kill", "kill in memory"):
         os.kill(os.getpid(), signal.SIGKILL)
     else:
         watch.announce_failure(caught())

@@ -15,6 +15,8 @@ from loopwright.distributed import exchange as exchanges
 from loopwright.distributed import slots
 from loopwright.distributed.exchange import broadcast_encoded, exchange, start_vector
 from loopwright.distributed.operations import broadcast_object_list, gather, gather_object, wait_for_everyone
+from loopwright.distributed.shared import SharedMemory
+from loopwright.distributed.slots import Channel, GroupCarrier
 
 VALUES = [
     None, True, 0, 10**40, -(2**63), 0.1, math.inf, -math.inf, 5e-324, "", "ünï\u2028code", [], {},
@@ -22,11 +24,17 @@ VALUES = [
 ]  # fmt: skip
 
 
+CARRIERS = ("memory", "group")
+
+
 @contextmanager
-def counted() -> Iterator[list[int]]:
-    """A context that counts the collectives which `exchange` begins, by their sizes in bytes."""
+def carried_by(carrier: str) -> Iterator[Callable[[], list[int]]]:
+    """A context with a new channel; gives what counts the messages in it, and their further rounds, by their bytes."""
     sizes: list[int] = []
-    plain = slots.gather_into
+    plain, group = slots.gather_into, dist.group.WORLD
+    before = slots.channel()
+    made = slots._channels[group] = slots._open_channel() if carrier == "memory" else Channel(GroupCarrier())
+    assert isinstance(made._carrier, SharedMemory) == (carrier == "memory")
 
     def counting(output: Any, tensor: Any, async_op: bool = False) -> Any:
         sizes.append(tensor.numel() * tensor.element_size())
@@ -34,9 +42,10 @@ def counted() -> Iterator[list[int]]:
 
     slots.gather_into = exchanges.gather_into = counting  # type: ignore[assignment]
     try:
-        yield sizes
+        yield lambda: [0] * made.num_sent + sizes if carrier == "memory" else list(sizes)
     finally:
         slots.gather_into = exchanges.gather_into = plain
+        slots._channels[group] = before
 
 
 def test_one_process_has_its_own_value() -> None:
@@ -60,57 +69,61 @@ def test_other_values_are_an_error(value: Any, text: str) -> None:
         exchange(value)
 
 
-def _exchange_values() -> Any:
+def _exchange_values(carrier: str) -> Any:
     r = dist.get_rank()
-    with counted() as sizes:
+    with carried_by(carrier) as sizes:
         kept = all(exchange([r, value]) == [[0, value], [1, value]] for value in VALUES)
-        num_normal = len(sizes)
+        num_normal = len(sizes())
         nan = exchange({"x": math.nan} if r else math.nan)
         long = [exchange("x" * (5000 if r else 1)) for _ in range(2)]
-        num_long = len(sizes) - num_normal - 1
+        num_long = len(sizes()) - num_normal - 1
         longest = exchange("y" * 200_000)
+        num_longest = len(sizes()) - num_normal - 1 - num_long
         after = exchange(r)
-    try:
-        exchange({1: 2} if r else {"1": 2})
-    except TypeError as error:
-        refusal = str(error)
+        try:
+            exchange({1: 2} if r else {"1": 2})
+        except TypeError as error:
+            refusal = str(error)
     return (
         kept, num_normal, math.isnan(nan[0]) and math.isnan(nan[1]["x"]),
         [[len(text) for text in texts] for texts in long], num_long,
-        [len(text) for text in longest], after, sizes[-1], refusal,
+        [len(text) for text in longest], num_longest, after, sizes()[-1], refusal,
     )  # fmt: skip
 
 
-def test_values_arrive_in_one_collective_each(two_processes: Any) -> None:
-    first, second = two_processes(_exchange_values)
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_values_arrive_in_one_collective_each(two_processes: Any, carrier: str) -> None:
+    first, second = two_processes(_exchange_values, carrier)
     assert first == second
-    kept, num_normal, is_nan, long, num_long, longest, after, last_size, refusal = first
+    kept, num_normal, is_nan, long, num_long, longest, num_longest, after, last_size, refusal = first
     assert kept
     assert is_nan
     assert num_normal == len(VALUES)
-    assert (long, num_long) == ([[1, 5000]] * 2, 3)  # a new longest one takes a second collective, once
-    assert (longest, after) == ([200_000] * 2, [0, 1])
-    assert last_size <= 16 * 1024  # one huge value does not make all later ones as large
+    # A new longest one takes a second collective, once; in memory there is room for it from the beginning.
+    assert (long, num_long) == ([[1, 5000]] * 2, 3 if carrier == "group" else 2)
+    assert (longest, num_longest, after) == ([200_000] * 2, 2, [0, 1])
+    assert carrier == "memory" or last_size <= 16 * 1024  # one huge value does not make all later ones as large
     assert "process 1: TypeError: the key 1" in refusal
 
 
-def _vectors() -> Any:
+def _vectors(carrier: str) -> Any:
     r = dist.get_rank()
-    with counted() as sizes:
+    with carried_by(carrier) as sizes:
         pending = [start_vector([r, step, math.inf if r else -0.5]) for step in range(3)]
         between = exchange(r)
         read = [each.read() for each in reversed(pending)]
-        again = pending[0].read()
-    wide = start_vector([float(r)] * 20).read()
-    try:
-        start_vector([1.0] * (1 + r), operation="decide").read()
-    except RuntimeError as error:
-        text = f"{type(error).__name__}: {error}"
-    return read, again == read[-1], between, len(sizes), wide == [(0.0,) * 20, (1.0,) * 20], text
+        again, num_sent = pending[0].read(), len(sizes())
+        wide = start_vector([float(r)] * 20).read()
+        try:
+            start_vector([1.0] * (1 + r), operation="decide").read()
+        except RuntimeError as error:
+            text = f"{type(error).__name__}: {error}"
+    return read, again == read[-1], between, num_sent, wide == [(0.0,) * 20, (1.0,) * 20], text
 
 
-def test_vectors_are_read_when_they_are_wanted(two_processes: Any) -> None:
-    first, second = two_processes(_vectors)
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_vectors_are_read_when_they_are_wanted(two_processes: Any, carrier: str) -> None:
+    first, second = two_processes(_vectors, carrier)
     assert first == second
     read, is_same, between, num_collectives, is_wide, text = first
     assert read == [[(0.0, step, -0.5), (1.0, step, math.inf)] for step in (2.0, 1.0, 0.0)]
@@ -133,8 +146,12 @@ def _meet(*pairs: tuple[Callable[[], Any], Callable[[], Any]]) -> list[str]:
     return texts
 
 
-def _different_operations() -> Any:
-    r = dist.get_rank()
+def _different_operations(carrier: str) -> Any:
+    with carried_by(carrier):
+        return _meet_in_pairs(dist.get_rank())
+
+
+def _meet_in_pairs(r: int) -> Any:
     texts = _meet(
         (lambda: wait_for_everyone(), lambda: gather(torch.ones(3))),
         (lambda: exchange(1), lambda: gather_object([1])),
@@ -152,11 +169,10 @@ def _different_operations() -> Any:
     return texts, start_vector([r]).read(), exchange(r)
 
 
-def test_different_operations_that_meet_are_an_error_on_every_process(two_processes: Any) -> None:
-    first, second = two_processes(_different_operations)
-    assert first[0][:-1] == second[0][:-1]
-    for source, (texts, _, _) in enumerate((first, second)):
-        assert f"the processes [0, 1] sent something, and process {source} was expected to" in texts[-1]
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_different_operations_that_meet_are_an_error_on_every_process(two_processes: Any, carrier: str) -> None:
+    first, second = two_processes(_different_operations, carrier)
+    assert first[0] == second[0]
     texts, vectors, after = first
     meetings = [
         ("wait_for_everyone", "gather"),
@@ -164,24 +180,26 @@ def test_different_operations_that_meet_are_an_error_on_every_process(two_proces
         ("agree", "exchange"),
         ("agree", "settle"),
         ("wait_for_everyone", "agree"),
-        ("broadcast_object_list", "agree"),
+        ("broadcast_object_list(from_process=0)", "agree"),
         ("x" * 48, "x" * 48),
         ("agree", "exchange"),
+        ("broadcast_object_list(from_process=0)", "broadcast_object_list(from_process=1)"),
     ]
-    for text, (one, other) in zip(texts[:-1], meetings, strict=True):
+    for text, (one, other) in zip(texts, meetings, strict=True):
         assert text.startswith(
             f"DistributedError: the processes are in different operations: process 0: {one}; process 1: {other}. All "
         )
     assert (vectors, after) == ([(0.0,), (1.0,)], [0, 1])  # the group is as it was
 
 
-def _broadcast(length: int) -> bool:
+def _broadcast(carrier: str, length: int) -> bool:
     payload = bytes(range(256)) * (length // 256 + 1)
-    with counted() as sizes:
+    with carried_by(carrier) as sizes:
         arrived = broadcast_encoded(lambda: payload[:length], 1, "tell")
-    return arrived == payload[:length] and sizes == [sizes[0]]
+        return arrived == payload[:length] and len(sizes()) == 1
 
 
-def test_bytes_of_any_length_arrive_from_one_process(two_processes: Any) -> None:
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_bytes_of_any_length_arrive_from_one_process(two_processes: Any, carrier: str) -> None:
     for length in (0, 1, 900, 20_000):
-        assert two_processes(_broadcast, length) == [True, True]
+        assert two_processes(_broadcast, carrier, length) == [True, True]

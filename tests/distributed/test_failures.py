@@ -17,6 +17,7 @@ FATAL = {
     "exit of 0": ("exit", 0),
     "kill of 1": ("kill", 1),
     "kill of 0": ("kill", 0),
+    "kill of 1 in a message": ("kill in memory", 1),
 }
 
 
@@ -49,8 +50,8 @@ def test_an_exit_keeps_its_code_and_ends_the_other(runs: dict[str, Ended]) -> No
     """B110, without a Trainer."""
     run = runs["exit of 0"]
     assert run.codes == [3, 1]
-    assert "Its script has ended: process 0." in run.errors[1]
-    assert "process 0: its script has ended, at training_step, step 2" in run.errors[1]
+    assert "Its script has ended, or it has left the group: process 0." in run.errors[1]
+    assert "process 0: its script has ended, or it has left the group, at training_step, step 2" in run.errors[1]
 
 
 def test_a_killed_process_is_named_by_who_lives(runs: dict[str, Ended]) -> None:
@@ -59,6 +60,12 @@ def test_a_killed_process_is_named_by_who_lives(runs: dict[str, Ended]) -> None:
     assert "process 0 lost its connection to another process in 'gather'. No answer from process 1" in run.errors[0]
     assert "process 0: training_step, step 2, in 'gather'" in run.errors[0]
     assert "failed first" not in run.errors[0]
+
+
+def test_a_killed_process_is_named_by_who_waits_for_its_message(runs: dict[str, Ended]) -> None:
+    run = runs["kill of 1 in a message"]
+    assert run.codes == [1, -9]
+    assert "process 0 lost its connection to another process in 'agree'. No answer from process 1" in run.errors[0]
 
 
 def test_when_the_store_dies_with_its_process_that_is_all_that_is_said(runs: dict[str, Ended]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,17 +25,20 @@ CPU = torch.device("cpu")
 PAIR = Place(num_processes=2, local_num_processes=2)
 
 SCRIPT = """
+import atexit
 import os
 import torch
 import torch.distributed as dist
 from loopwright import ProcessState
 
+atexit.register(lambda: print(dist.is_initialized()))  # after what was registered later
 state = ProcessState(cpu=True)
 total = state.reduce(torch.tensor([state.process_index + 1.0])).item()
 names = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]
 print(state.place.launcher, state.process_index, state.num_processes, total, names, flush=True)
-state.destroy_process_group()
-assert not dist.is_initialized()
+if state.process_index == 0:
+    state.destroy_process_group()
+    assert not dist.is_initialized()
 """
 
 
@@ -94,6 +100,36 @@ def test_a_group_is_left_adopted_and_joined_again(two_processes: Any) -> None:
         assert "Let `Accelerator` or `Trainer` create the group" in found["wrong"][1]
 
 
+def forks_with_a_group_in_its_garbage() -> str:
+    """What becomes of a fork that collects garbage, when this process has a group in its own."""
+    gc.disable()
+    try:
+        garbage: list[Any] = [dist.new_group()]
+        dist.destroy_process_group(garbage[0])
+        garbage.append(garbage)
+        del garbage
+        child = os.fork()
+        if child == 0:
+            gc.collect()
+            os._exit(0)
+        end = time.monotonic() + 20
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            if time.monotonic() > end:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return "hangs"
+            time.sleep(0.01)
+        return "ended"
+    finally:
+        gc.enable()
+        gc.collect()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no forks")
+def test_a_fork_does_not_wait_for_the_threads_of_a_dead_group(two_processes: Any) -> None:
+    assert two_processes(forks_with_a_group_in_its_garbage) == ["ended", "ended"]
+
+
 def test_processes_that_mpi_starts_find_each_other() -> None:
     Path("script.py").write_text(SCRIPT)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
@@ -114,7 +150,7 @@ def test_processes_that_mpi_starts_find_each_other() -> None:
         )
     ended = [process.communicate(timeout=100) for process in started]
     assert [process.returncode for process in started] == [0, 0], ended
-    assert [out for out, _ in ended] == ["openmpi 0 2 3.0 []\n", "openmpi 1 2 3.0 []\n"]
+    assert [out for out, _ in ended] == [f"openmpi {index} 2 3.0 []\nFalse\n" for index in (0, 1)]
 
 
 def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,6 +201,10 @@ def _mismatches() -> list[tuple[str, str]]:
         error_of(lambda: gather_object(3 if r else ["a"])),
         error_of(lambda: gather_object([threading.Lock()] if r else ["a"])),
         error_of(lambda: broadcast_object_list([threading.Lock()], from_process=1)),
+        error_of(lambda: pad_across_processes([3 if r else one])),
+        error_of(lambda: copy_tensor_to_devices(3 if r else None)),  # type: ignore[arg-type]
+        error_of(lambda: gather(torch.nested.nested_tensor([one], layout=torch.jagged) if r else one)),
+        error_of(lambda: reduce(one.to(torch.float8_e5m2))),
         ("sum", str(gather(torch.tensor([r])).tolist())),  # and the processes are still together
     ]
 
@@ -211,7 +215,7 @@ def test_f38_b106_what_does_not_fit_together_is_an_error_on_every_process(two_pr
     assert not differing
     kinds = [kind for kind, _ in first]
     assert kinds == [
-        "TypeError", "TypeError", *["ShapeMismatchError"] * 5, *["DistributedError"] * 3, *["TypeError"] * 3, "sum",
+        "TypeError", "TypeError", *["ShapeMismatchError"] * 5, *["DistributedError"] * 3, *["TypeError"] * 7, "sum",
     ]  # fmt: skip
     texts = [text for _, text in first]
     assert texts[0].startswith("gather got a int (1) at [1]. Expected tensors")
@@ -227,32 +231,76 @@ def test_f38_b106_what_does_not_fit_together_is_an_error_on_every_process(two_pr
     assert "got a tensor on the processes [] of 2" in texts[9]
     assert "process 1: TypeError: gather_object got a int (3)" in texts[10]
     assert "process 1: TypeError: cannot pickle" in texts[11]
-    assert "broadcast_object_list got what can't be sent" in texts[12]
-    assert texts[13] == "[0, 1]"
+    assert "broadcast_object_list(from_process=1) got what can't be sent" in texts[12]
+    assert "process 1: TypeError: pad_across_processes got a int (3) at [0]" in texts[13]
+    assert "process 1: TypeError: copy_tensor_to_devices got a int (3)" in texts[14]
+    assert "process 1: gather got a nested tensor" in texts[15]
+    assert "reduce got a tensor of torch.float8_e5m2, which torch can't add up. Convert it" in texts[16]
+    assert texts[17] == "[0, 1]"
 
 
-def _debug_mode() -> list[tuple[str, str]]:
-    import os
-
+def _unlike() -> list[tuple[str, str]]:
+    """`broadcast` and `reduce` of small tensors, which travel with their description, and of large ones."""
     r = dist.get_rank()
     found = []
-    for name in ("LOOPWRIGHT_DEBUG_MODE", "ACCELERATE_DEBUG_MODE"):
-        os.environ[name] = "1"
+    for size in (1, 5000):
         for operation in (broadcast, reduce):
-            found.append(error_of(lambda operation=operation: operation(torch.ones(1 + r))))
-            found.append(("same", str(operation(torch.ones(2)).tolist())))
-        del os.environ[name]
+            found.append(error_of(lambda o=operation, s=size: o(torch.ones(s + r))))
+            found.append(error_of(lambda o=operation, s=size: o([torch.ones(s), 1 if r else torch.ones(1)])))
+            found.append(("same", str(operation(torch.ones(size + 1))[:2].tolist())))
+    found.append(error_of(lambda: reduce(torch.ones(1 if r else 5000))))  # one is small, the other is not
+    found.append(error_of(lambda: broadcast(torch.ones(2), from_process=r)))
+    found.append(error_of(lambda: reduce(torch.ones(2), "mean" if r else "sum")))
+    found.append(error_of(lambda: gather(torch.ones(1)) if r else reduce(torch.ones(1))))
     return found
 
 
-def test_f38_debug_mode_compares_shapes_first(two_processes: Any) -> None:
-    first, second = two_processes(_debug_mode)
+def test_f38_no_collective_sends_what_differs(two_processes: Any) -> None:
+    first, second = two_processes(_unlike)
     assert first == second
-    assert [kind for kind, _ in first] == ["ShapeMismatchError", "same"] * 4
-    for operation, (_, text) in zip(["broadcast", "reduce"] * 2, first[::2], strict=True):
-        assert f"Operation: {operation}\n" in text
-        assert "- Process 0: [1] float32 on cpu\n- Process 1: [2] float32 on cpu" in text
-    assert {text for _, text in first[1::2]} == {"[1.0, 1.0]"}
+    cases, others = [first[index : index + 3] for index in range(0, 12, 3)], first[12:]
+    operations = ["broadcast(from_process=0)", "reduce(reduction='mean')"] * 2
+    for size, operation, (shapes, kinds, same) in zip((1, 1, 5000, 5000), operations, cases, strict=True):
+        assert shapes[0] == "ShapeMismatchError"
+        assert f"Operation: {operation}\n" in shapes[1]
+        assert f"- Process 0: [{size}] float32 on cpu\n- Process 1: [{size + 1}] float32 on cpu" in shapes[1]
+        assert kinds[0] == "TypeError"
+        assert f"process 1: {operation} got a int (1) at [1]. Expected tensors" in kinds[1]
+        assert same == ("same", "[1.0, 1.0]")
+    assert [kind for kind, _ in others] == ["ShapeMismatchError", *["DistributedError"] * 3]
+    assert "- Process 0: [5000] float32 on cpu\n- Process 1: [1] float32 on cpu" in others[0][1]
+    assert "process 0: broadcast(from_process=0); process 1: broadcast(from_process=1)" in others[1][1]
+    assert "process 0: reduce(reduction='sum'); process 1: reduce(reduction='mean')" in others[2][1]
+    assert "process 0: reduce(reduction='mean'); process 1: gather" in others[3][1]
+
+
+def _sizes() -> list[Any]:
+    """Around the size up to which tensors travel with their description: 944 bytes."""
+    r = dist.get_rank()
+    found: list[Any] = []
+    for size in (943, 944, 945):
+        own = torch.full((size,), 1 + r, dtype=torch.uint8)
+        found.append([each.tolist() for each in (gather(own), reduce(own, "sum"), broadcast(own.clone(), 1))])
+    steep = (torch.arange(10.0) + r)[1::10]  # one element, whose stride is 10
+    found.append([each.tolist() for each in (gather(steep), reduce(steep, "sum"), broadcast(steep, 1))])
+    mixed = {"a": torch.tensor([r], dtype=torch.int8), "b": torch.tensor(2.5 + r, dtype=torch.float64), "c": []}
+    found += [gather(mixed), reduce(mixed, "sum"), broadcast(mixed, 1), mixed, reduce([])]
+    return found
+
+
+def test_f34_to_f37_small_tensors_are_as_exact_as_large_ones(two_processes: Any) -> None:
+    for found in two_processes(_sizes):
+        for size, values in zip((943, 944, 945), found, strict=False):
+            assert values == [[1] * size + [2] * size, [3] * size, [2] * size]
+        assert found[3] == [[1.0, 2.0], [3.0], [2.0]]
+        plain = [{key: value.tolist() if key != "c" else value for key, value in each.items()} for each in found[4:8]]
+        assert plain == [
+            {"a": [0, 1], "b": [2.5, 3.5], "c": []},
+            {"a": [1], "b": 6.0, "c": []},
+            {"a": [1], "b": 3.5, "c": []},
+            {"a": [1], "b": 3.5, "c": []},  # filled in place
+        ]
+        assert found[8] == []
 
 
 def _f34_f35_f37() -> Any:

@@ -23,7 +23,10 @@ from loopwright.distributed.uncaught import EndHooks
 
 from .failing import ended, free_port, start
 
-SCENARIOS = ("all_fail_alike", "one_leaves", "one_stays", "one_never_arrives", "one_is_elsewhere")
+SCENARIOS = (
+    "all_fail_alike", "one_leaves", "one_stays", "one_leaves_memory", "one_stays_in_memory", "one_never_sends",
+    "one_never_arrives", "one_is_elsewhere",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +65,28 @@ def test_a_process_that_stays_does_not_hold_the_others(results: dict[str, list[d
         assert found["type"] == "PeerFailedError"
         assert found["text"].startswith("process 1 failed first, at one_stays")
         assert f"Process {index} was in 'gather' with it." in found["text"]
+
+
+def test_control_messages_end_with_a_process_that_fails(results: dict[str, list[dict[str, Any]]]) -> None:
+    for scenario in ("one_leaves_memory", "one_stays_in_memory"):
+        for index, found in enumerate(results[scenario]):
+            if index != 1:
+                assert found["type"] == "PeerFailedError"
+                assert found["text"].startswith(f"process 1 failed first, at {scenario}, outside any collective: Value")
+                assert f"Process {index} was in 'agree' with it." in found["text"]
+                assert 'raise ValueError("boom")' in found["text"]
+                assert "have left the shared memory" in found["cause"]
+    assert results["one_leaves_memory"][1]["was_left"]
+
+
+def test_a_control_message_that_never_comes_is_a_timeout(results: dict[str, list[dict[str, Any]]]) -> None:
+    first, _, last = results["one_never_sends"]
+    for found in (first, last):
+        assert found["type"] == "CollectiveTimeoutError"
+        assert "'agree' timed out after 2 s in process" in found["text"]
+        assert "never arrived: process 1" in found["text"]
+        assert "process 1: training_step, step 7, outside any collective" in found["text"]
+        assert "process 0: training_step, step 7, in 'agree'" in found["text"]
 
 
 def test_a_timeout_says_who_never_arrived_and_where_all_stand(results: dict[str, list[dict[str, Any]]]) -> None:
@@ -222,13 +247,13 @@ def test_reports_claim_what_is_known() -> None:
     assert "a different number of such calls" in text
     text = timeout_report("gather", 0, None, {0: here}, 4, {1: "on_fit_end"})
     assert text.startswith("'gather' timed out in process 0; never arrived: processes 1, 2, 3.")
-    assert "process 1: its script has ended, at on_fit_end" in text
+    assert "process 1: its script has ended, or it has left the group, at on_fit_end" in text
     assert "process 2: does not answer" in text
     assert "All processes answer: the network" in loss_report("gather", 0, {0: here, 1: there}, 2, {}, False)
     text = loss_report("gather", 1, {}, 3, {0: "on_fit_end"}, True)
-    assert "Its script has ended: process 0." in text
+    assert "Its script has ended, or it has left the group: process 0." in text
     assert "The store that processes share can't be reached" in text
-    assert "process 0: its script has ended, at on_fit_end" in text
+    assert "process 0: its script has ended, or it has left the group, at on_fit_end" in text
     assert "process 2" not in text  # nobody could ask it
 
 

@@ -37,9 +37,9 @@ def test_the_script_after_gives_the_same_numbers_on_one_process_and_on_two(tmp_p
         assert found == pytest.approx(expected, abs=1e-3)
     for folder in (tmp_path / "alone", tmp_path / "two"):
         assert (folder / "runs/circle/metrics.csv").is_file()
-        assert sorted(path.name for path in (folder / "runs/circle/checkpoints").iterdir()) == [
-            "best.safetensors", "last.safetensors",
-        ]  # fmt: skip
+        checkpoints = list((folder / "runs/circle/checkpoints").iterdir())
+        assert 1 <= len(checkpoints) <= 2  # the best, and the newest where that is another one
+        assert all((path / "model.safetensors").is_file() for path in checkpoints)
 
 
 @pytest.mark.slow

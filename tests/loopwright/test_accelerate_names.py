@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import importlib.util
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -40,10 +42,9 @@ OWN_UTILS = {"PartialState", "clear_device_cache", "should_reduce_batch_size"}
 # What this version does not have of Accelerate's class: each belongs to states on disk, or to backends that come later.
 LATER = {
     "context_parallel_rank", "data_parallel_rank", "data_parallel_shard_rank", "deepspeed_plugin",
-    "deepspeed_ulysses_dl_adapter", "fp8_backend", "is_composable_parallelism_enabled", "is_fsdp2", "load_state",
-    "lomo_backward", "maybe_context_parallel", "parallelism_config", "pipeline_parallel_rank",
-    "register_load_state_pre_hook", "register_save_state_pre_hook", "save_iteration", "save_state",
-    "tensor_parallel_rank", "torch_device_mesh",
+    "deepspeed_ulysses_dl_adapter", "fp8_backend", "is_composable_parallelism_enabled", "is_fsdp2", "lomo_backward",
+    "maybe_context_parallel", "parallelism_config", "pipeline_parallel_rank", "tensor_parallel_rank",
+    "torch_device_mesh",
 }  # fmt: skip
 
 
@@ -64,9 +65,43 @@ ABSENT = {
     "scheduler": set[str](),
     "launchers": {"ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION", "test_launch"},
     "local_sgd": set[str](),
-    # Accelerate's singletons, and what they are made with.
-    "state": {"AcceleratorState", "ThreadLocalSharedDict", "do_nothing", "is_initialized"},
+    # What Accelerate's singletons are made with.
+    "state": {"ThreadLocalSharedDict", "do_nothing", "is_initialized"},
 }  # fmt: skip
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "from-accelerate.md"
+CLASSES = [
+    ("state", "PartialState"), ("state", "AcceleratorState"), ("state", "GradientState"),
+    ("tracking", "GeneralTracker"), ("tracking", "TensorBoardTracker"), ("tracking", "WandBTracker"),
+    ("tracking", "MLflowTracker"), ("data_loader", "DataLoaderShard"), ("optimizer", "AcceleratedOptimizer"),
+]  # fmt: skip
+
+
+def listed() -> set[str]:
+    """The names, also with stars, on the left of the page's table of names that are not there."""
+    table = PAGE.read_text().partition("## Names that are not there")[2].partition("\n## ")[0]
+    rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")]
+    return {name.rpartition(".")[2] for row in rows for name in re.findall(r"`([\w.*]+)`", row)}
+
+
+def public(owner: object) -> set[str]:
+    return {name for name in dir(owner) if not (name.startswith("_") or inspect.ismodule(getattr(owner, name)))}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_every_name_is_there_or_on_the_page() -> None:
+    theirs = importlib.import_module("accelerate")
+    missing = public(theirs) - set(loopwright.__all__)
+    missing |= public(importlib.import_module("accelerate.utils")) - set(loopwright.utils.__all__)
+    names = listed()
+    for module, name in CLASSES:
+        ours = getattr(importlib.import_module(f"loopwright.{module}"), name)
+        own = ours() if name in ("PartialState", "AcceleratorState", "GradientState") else ours
+        missing |= public(getattr(importlib.import_module(f"accelerate.{module}"), name)) - set(dir(own)) - {"name"}
+    assert {name for name in missing if not any(fnmatch.fnmatchcase(name, pattern) for pattern in names)} == set()
+    assert {pattern for pattern in names if "*" in pattern and not fnmatch.filter(missing, pattern)} == set()
+    assert not names & set(loopwright.__all__) and not names & set(loopwright.utils.__all__)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)

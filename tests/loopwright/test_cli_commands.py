@@ -53,7 +53,7 @@ class TestFit:
         assert main(["fit", str(project.write(RUN)), "--trainer.name=a", "--trainer.max_epochs=30", checkpoint]) == 0
         assert (tmp_path / "runs/a/config.yaml").is_file()
         assert capsys.readouterr().out.splitlines()[-1] == f"The files of this run are in {Path('runs/a')}"
-        (weights,) = (path for path in (tmp_path / "runs/a").rglob("*.safetensors") if "last" in path.name)
+        weights = max((tmp_path / "runs/a/checkpoints").iterdir())
         assert main(["test", str(project.write(RUN)), "--weights", str(weights)]) == 0
         name, _, value = capsys.readouterr().out.strip().partition(": ")
         assert name == "test/error"
@@ -221,22 +221,21 @@ class TestExitCodes:
         lines = capsys.readouterr().err.splitlines()
         assert lines == [
             "Interrupted.",
-            "No last weights were written. The callback ModelCheckpoint writes them.",
+            "No checkpoint was saved. The callback ModelCheckpoint saves them.",
             f"The files of this run are in {Path('runs/a')}",
         ]
 
-    def test_interrupting_says_where_the_last_weights_are(
+    def test_interrupting_says_where_the_newest_checkpoint_is(
         self, project: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         flags = ["--trainer.name=a", "--trainer.callbacks=ModelCheckpoint"]
         assert main(["fit", str(project.write(RUN)), "--task=task.InterruptedLater", *flags]) == 130
-        weights = tmp_path / "runs/a/checkpoints/last.safetensors"
-        assert weights.is_file()
+        newest = max((tmp_path / "runs/a/checkpoints").iterdir())
         lines = capsys.readouterr().err.splitlines()
         files = f"The files of this run are in {Path('runs/a')}"
-        assert lines == ["Interrupted.", f"The last weights are in {weights}", files]
+        assert lines == ["Interrupted.", f"The newest checkpoint is {newest}", files]
         assert main(["fit", str(project.write(RUN)), "--task=task.Interrupted", *flags]) == 130
-        assert capsys.readouterr().err.splitlines()[1] == "No last weights were written."
+        assert capsys.readouterr().err.splitlines()[1] == "No checkpoint was saved."
 
 
 class TestHelp:

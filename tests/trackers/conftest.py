@@ -15,6 +15,14 @@ from loopwright.trackers.tracker import RunInfo
 pytest.register_assert_rewrite("tests.trackers.contract")
 
 
+def hide_wandb_settings(patch: pytest.MonkeyPatch) -> None:
+    """No trace in wandb of the machine at hand, and none of wandb afterwards."""
+    for name in ("WANDB_MODE", "WANDB_PROJECT", "WANDB_RUN_ID", "WANDB_DIR", "WANDB_SERVICE"):
+        patch.setenv(name, "")  # remembers what was there, so that what wandb sets is undone
+        patch.delenv(name)
+    patch.setenv("WANDB_SILENT", "true")
+
+
 @pytest.fixture(scope="session")
 def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with MLflow's tables and nothing more to speak of: making one takes seconds."""

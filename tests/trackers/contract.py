@@ -15,6 +15,7 @@ class TestMyTracker(TrackerContract):
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -155,6 +156,48 @@ class TrackerContract(ABC):
         self.record(run, ({"loss": 1.0}, 1), status="interrupted")
         stored = self.record(run, ({"loss": 2.0}, 2))
         assert (stored.series, stored.status) == ({"loss": [(1, 1.0), (2, 2.0)]}, "success")
+
+    def resume(self, run: RunInfo, step: int, *records: tuple[dict[str, float], int]) -> Stored:
+        """Write a leg that goes on behind a step, with another configuration, and read the whole run."""
+        tracker, leg = self.make(), dataclasses.replace(run, resumed_step=step)
+        tracker.start(leg, {**CONFIG, "lr": 0.25})
+        for metrics, at in records:
+            tracker.log(metrics, at)
+        tracker.flush()
+        tracker.finish("success")
+        return self.read(leg)
+
+    def test_a_run_resumed_from_an_earlier_step_has_one_value_for_each(self, run: RunInfo) -> None:
+        first = [({"loss": float(step), "a@b": -float(step)}, step) for step in range(1, 11)]
+        self.record(run, *first, ({"late": 1.0}, 10), status="failed")
+        stored = self.resume(run, 6, *(({"loss": step + 0.5, "a@b": 0.0}, step) for step in range(7, 13)))
+        assert stored.series == {
+            "loss": [(step, step + 0.5 * (step > 6)) for step in range(1, 13)],
+            "a@b": [(step, -step * (step <= 6)) for step in range(1, 13)],
+        }
+        assert ("0.25" in stored.config, stored.status) == (True, "success")
+
+    def test_a_run_is_resumed_three_times(self, run: RunInfo) -> None:
+        self.record(run, *(({"loss": 1.0}, step) for step in (2, 4, 6)), status="interrupted")
+        self.resume(run, 6, ({"loss": 2.0}, 8))
+        self.resume(run, 3, ({"loss": 3.0}, 4), ({"loss": 3.0}, 8))
+        assert self.resume(run, 4, ({"loss": 4.0}, 6)).series == {"loss": [(2, 1.0), (4, 3.0), (6, 4.0)]}
+
+    def test_nothing_is_removed_where_nothing_came_later(self, run: RunInfo) -> None:
+        self.record(run, ({"loss": 1.0}, 5), ({"val": 2.0}, 5), status="interrupted")
+        assert self.resume(run, 5, ({"loss": 3.0}, 6)).series == {"loss": [(5, 1.0), (6, 3.0)], "val": [(5, 2.0)]}
+
+    def test_a_run_begins_again_where_everything_came_later(self, run: RunInfo) -> None:
+        self.record(run, ({"loss": 1.0}, 0), ({"loss": 1.0}, 1), status="interrupted")
+        assert self.resume(run, -1, ({"val": 2.0}, 1)).series == {"val": [(1, 2.0)]}
+
+    def test_a_run_of_which_nothing_is_left_is_resumed(self, run: RunInfo) -> None:
+        assert self.resume(run, 6, ({"loss": 1.0}, 7)).series == {"loss": [(7, 1.0)]}
+
+    def test_flush_without_a_run_does_nothing(self, run: RunInfo) -> None:
+        tracker = self.make()
+        tracker.flush()
+        assert self.record(run, ({"loss": 1.0}, 1)).series == {"loss": [(1, 1.0)]}
 
     def test_arguments_are_left_alone(self, run: RunInfo) -> None:
         tracker, config, metrics = self.make(), copy.deepcopy(CONFIG), {"a@b": 1.0}

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,23 @@ def test_path_is_where_it_writes(run: RunInfo, tmp_path: Path) -> None:
     tracker.finish("success")
     assert (tmp_path / "logs" / "table.csv").read_text() == "step,a\n1,1.0\n"
     assert not run.directory.exists()
+
+
+def test_a_resumed_table_is_what_it_was_at_that_step(run: RunInfo) -> None:
+    log(run, {"a": 1.0}, {"b,c": 2.0, "a": float("nan")}, {"d": 3.0, "a": 0.5})
+    path = run.directory / "metrics.csv"
+    for step, text in ((1, 'step,a,"b,c"\n0,1.0,\n1,nan,2.0\n'), (0, "step,a\n0,1.0\n"), (-1, "")):
+        tracker = CSVTracker()
+        tracker.start(replace(run, resumed_step=step), {})
+        tracker.finish("success")
+        assert path.read_text() == text
+
+
+def test_rows_of_others_stay(run: RunInfo) -> None:
+    run.directory.mkdir()
+    path = run.directory / "metrics.csv"
+    path.write_text("step,a\n1,0.5\nnote,x\n\n2,0.25,7\n3,0.5\n")
+    tracker = CSVTracker()
+    tracker.start(replace(run, resumed_step=2), {})
+    tracker.finish("success")
+    assert path.read_text() == "step,a\n1,0.5\nnote,x\n\n2,0.25,7\n"

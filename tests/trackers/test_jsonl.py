@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,28 @@ def test_path_is_where_it_writes(run: RunInfo, tmp_path: Path) -> None:
     tracker.finish("success")
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["a.jsonl", "a.run.json"]
     assert not run.directory.exists()
+
+
+def test_lines_behind_the_step_are_removed_and_those_of_others_stay(run: RunInfo) -> None:
+    path = run.directory / "metrics.jsonl"
+    run.directory.mkdir(parents=True)
+    kept = '{"step": 1, "loss": 1.0}\n\n{"note": "step 9"}\n{"step": 2}\n'
+    path.write_text(kept + '{"step": 3, "loss": 1.0}\n{"step": 10}\n{"step": 4, "lo')
+    tracker = JSONLTracker()
+    tracker.start(replace(run, resumed_step=2), {})
+    tracker.finish("success")
+    assert path.read_text() == kept
+    assert sorted(path.name for path in run.directory.iterdir()) == ["metrics.jsonl", "metrics.run.json"]
+
+
+def test_a_file_without_later_lines_is_not_written_anew(run: RunInfo) -> None:
+    tracker = JSONLTracker()
+    tracker.start(run, {})
+    tracker.log({"loss": 1.0}, 1)
+    tracker.finish("failed")
+    path = run.directory / "metrics.jsonl"
+    with path.open() as reader:
+        tracker.start(replace(run, resumed_step=1), {})
+        tracker.log({"loss": 2.0}, 2)
+        tracker.finish("success")
+        assert reader.read() == path.read_text() == '{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 2.0}\n'

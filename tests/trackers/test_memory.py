@@ -10,13 +10,16 @@ from .contract import Stored, TrackerContract
 
 
 class TestContract(TrackerContract):
+    tracker: MemoryTracker | None = None
+
     def make(self) -> Tracker:
-        tracker = MemoryTracker()
-        self.trackers = [*getattr(self, "trackers", []), tracker]
-        return tracker
+        # One for all legs of a test: what it holds ends with it.
+        self.tracker = self.tracker or MemoryTracker()
+        return self.tracker
 
     def read(self, run: RunInfo) -> Stored:
-        legs = [leg for tracker in self.trackers for leg in tracker.runs if leg.info == run]
+        assert self.tracker is not None
+        legs = [leg for leg in self.tracker.runs if leg.info == run]
         names = {name for leg in legs for _, metrics in leg.records for name in metrics}
         return Stored(
             series={name: [point for leg in legs for point in leg.series(name)] for name in names},

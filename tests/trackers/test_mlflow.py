@@ -1,21 +1,29 @@
 from __future__ import annotations
 
+import gc
+import json
+import logging
 import math
+import re
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from loopwright.distributed.errors import ConfigError, TrackerError
 from loopwright.trackers.mlflow import MLflowTracker
 from loopwright.trackers.names import original_name
 from loopwright.trackers.registry import create_trackers
 from loopwright.trackers.tracker import RunInfo, Tracker
 
 from .contract import Stored, TrackerContract
+from .killed import ONE_VALUE_FOR_EACH_STEP, killed_leg, resumed_leg
 
 STATUS = {"FINISHED": "success", "FAILED": "failed", "KILLED": "interrupted"}
 
@@ -70,6 +78,42 @@ def test_run_has_its_name_experiment_tags_and_parameters(run: RunInfo) -> None:
     params = stored.data.params
     assert params.pop("text") == "x" * 5997 + "..."
     assert params == {"model.width": "64", "lr": "0.5", "none": "None", "a-x40-b": "1"}
+
+
+def test_pictures_tables_and_files_are_artifacts(run: RunInfo, tmp_path: Path) -> None:
+    pandas, figures = pytest.importorskip("pandas"), pytest.importorskip("matplotlib.figure")
+    tracker = MLflowTracker()
+    with pytest.raises(TrackerError, match=r"MLflowTracker\.log was called while no run is open"):
+        tracker.log_images({"digits": []})
+    tracker.start(run, {})
+    tracker.log({"loss": 0.5}, timestamp=77, synchronous=True)
+    picture = torch.zeros(4, 4, 3, dtype=torch.uint8)
+    tracker.log_images({"digits@1": [picture, picture.numpy()]}, step=3)
+    tracker.log_table("guesses", columns=["digit", "guess"], data=[[1, "one"], [2, "two"]], step=3)
+    tracker.log_table("guesses", dataframe=pandas.DataFrame({"digit": [3], "guess": ["three"]}), step=4)
+    with pytest.raises(ConfigError, match=r"log_table\('empty'\) of MLflowTracker got columns=\['a'\], data=None"):
+        tracker.log_table("empty", columns=["a"])
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("a")
+    tracker.log_artifact(str(tmp_path / "notes" / "a.txt"))
+    tracker.log_artifacts(str(tmp_path / "notes"), "folder")
+    tracker.log_figure(figures.Figure(), "figures/a.png")
+    tracker.finish("success")
+
+    store, run_id = client(run), run.run_ids["mlflow"]
+    (point,) = store.get_metric_history(run_id, "loss")
+    assert (point.step, point.value, point.timestamp) == (0, 0.5, 77)
+    names = {
+        folder: [item.path for item in store.list_artifacts(run_id, folder)]
+        for folder in ("images", "folder", "figures")
+    }
+    assert sum(bool(re.search(r"digits-x40-1.*step.3.*\.png$", name)) for name in names["images"]) == 2
+    assert (names["folder"], names["figures"]) == (["folder/a.txt"], ["figures/a.png"])
+    assert "a.txt" in [item.path for item in store.list_artifacts(run_id)]
+    (file,) = (run.directory.parent / "mlartifacts").rglob(f"{run_id}/artifacts/guesses.json")
+    table = json.loads(file.read_text())
+    gc.collect()  # ends the threads with which MLflow read the table that it added to
+    assert table == {"columns": ["step", "digit", "guess"], "data": [[3, 1, "one"], [3, 2, "two"], [4, 3, "three"]]}
 
 
 def test_more_parameters_than_fit_into_one_request(run: RunInfo) -> None:
@@ -167,3 +211,67 @@ def test_runs_that_start_together_share_a_new_experiment(mlflow_project: Path) -
         list(pool.map(record, runs))
     experiments = {client(run).get_run(run.run_ids["mlflow"]).info.experiment_id for run in runs}
     assert len(experiments) == 1
+
+
+def test_a_run_with_later_rows_goes_on_in_a_copy(run: RunInfo, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "loopwright.trackers")
+    tracker = MLflowTracker(tags={"team@site": "vision"})
+    tracker.start(run, {"lr": 0.5, "a@b": 1})
+    for step in range(1, 4):
+        tracker.log({"loss": float(step), "a@b": 0.5}, step)
+    first = run.run_ids["mlflow"]  # and then it was killed
+    tracker = MLflowTracker(tags={"team@site": "other"})
+    leg = replace(run, resumed_step=2)
+    tracker.start(leg, {"lr": 0.25, "width": 64})
+    tracker.log({"loss": 30.0}, 3)
+    tracker.finish("success")
+
+    store, second = client(run), leg.run_ids["mlflow"]
+    assert second != first
+    stored, earlier = store.get_run(second), store.get_run(first)
+    points = store.get_metric_history(second, "loss")
+    assert [(point.step, point.value) for point in points] == [(1, 1), (2, 2), (3, 30)]
+    assert [point.step for point in store.get_metric_history(second, "a-x40-b")] == [1, 2]
+    old, new = (store.get_metric_history(each, "loss")[0].timestamp for each in (first, second))
+    assert old == new
+    assert stored.data.params == {"lr": "0.25", "a-x40-b": "1", "width": "64"}
+    assert (stored.info.run_name, stored.info.experiment_id) == (earlier.info.run_name, earlier.info.experiment_id)
+    assert (stored.data.tags["team-x40-site"], stored.data.tags["loopwright.continues"]) == ("vision", first)
+    assert (earlier.info.status, earlier.data.tags["loopwright.continued_by"]) == ("KILLED", second)
+    assert earlier.data.params == {"lr": "0.5", "a-x40-b": "1"}
+    assert (
+        f"tracker 'mlflow' goes on behind step 2 in the run {second}: the earlier one, {first}, has 2 later rows, "
+        "which MLflow can't remove."
+    ) in caplog.messages
+
+
+def test_a_run_without_later_rows_goes_on_itself(run: RunInfo) -> None:
+    tracker = MLflowTracker()
+    tracker.start(run, {"lr": 0.5})
+    tracker.log({"loss": 1.0}, 2)
+    tracker.finish("interrupted")
+    first = run.run_ids["mlflow"]
+    leg = replace(run, resumed_step=2)
+    tracker.start(leg, {"lr": 0.25})
+    tracker.finish("success")
+    assert leg.run_ids["mlflow"] == first
+    assert client(run).get_run(first).info.status == "FINISHED"
+
+
+def test_flush_waits_for_what_was_logged_without_waiting(run: RunInfo) -> None:
+    tracker = MLflowTracker()
+    tracker.start(run, {})
+    for step in range(50):
+        tracker.log({"loss": 1.0}, step, synchronous=False)
+    tracker.flush()
+    assert len(client(run).get_metric_history(run.run_ids["mlflow"], "loss")) == 50
+    tracker.log({"loss": 1.0}, 50, synchronous=False)
+    tracker.finish("success")
+    assert len(client(run).get_metric_history(run.run_ids["mlflow"], "loss")) == 51
+
+
+@pytest.mark.slow
+def test_a_killed_run_has_one_value_for_each_step(run: RunInfo) -> None:
+    leg = resumed_leg(run, killed_leg(run, {"name": "mlflow"}))
+    stored = TestContract().read(leg)
+    assert (stored.series, stored.status) == (ONE_VALUE_FOR_EACH_STEP, "success")

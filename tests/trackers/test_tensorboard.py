@@ -1,18 +1,21 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader  # type: ignore[import-untyped]
 from tensorboard.plugins.hparams.api_pb2 import Status as SessionStatus  # type: ignore[import-untyped]
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # type: ignore[import-untyped]
+from torch.utils.tensorboard import SummaryWriter
 
 from loopwright.distributed.errors import ConfigError, TrackerError
 from loopwright.trackers.tensorboard import TensorBoardTracker
-from loopwright.trackers.tracker import RunInfo, Tracker
+from loopwright.trackers.tracker import RunInfo, Status, Tracker
 
 from .contract import Stored, TrackerContract
 
@@ -43,7 +46,7 @@ class TestContract(TrackerContract):
 
     def read(self, run: RunInfo) -> Stored:
         events = open_events(run.directory)
-        # Of a resumed run TensorBoard's own view keeps the first leg's outcome; each leg has a file of its own.
+        # Where a run goes on without `resumed_step`, TensorBoard's own view keeps the first leg's outcome.
         newest = max(run.directory.glob("events.*"), key=lambda path: path.stat().st_mtime_ns)
         scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
         return Stored(
@@ -102,7 +105,7 @@ def test_pictures_and_the_writer_itself(run: RunInfo) -> None:
         tracker.log_images({"digits": torch.zeros(2, 1, 4, 4)})
     tracker.start(run, {})
     tracker.log_images({"digits": torch.zeros(2, 1, 4, 4)}, step=3)
-    assert tracker.tracker is not None
+    assert tracker.tracker is not None and tracker.writer is tracker.tracker
     tracker.tracker.add_scalar("own", 1.0, 3)
     tracker.finish("success")
     events = open_events(run.directory)
@@ -134,3 +137,80 @@ def test_a_start_that_fails_halfway_leaves_no_thread(tmp_path: Path) -> None:
         tracker.start(RunInfo("one", "digits", tmp_path / "one"), {"a": object()})
     assert threading.active_count() == before
     tracker.finish("failed")  # nothing is open
+
+
+def log(run: RunInfo, config: dict[str, Any], *steps: int, status: Status = "success") -> None:
+    tracker = TensorBoardTracker()
+    tracker.start(run, config)
+    for step in steps:
+        tracker.log({"loss": float(step)}, step)
+    tracker.finish(status)
+
+
+def set_time(run: RunInfo, seconds: int) -> None:
+    """Give the newest event file another time."""
+    path = max(run.directory.iterdir())
+    path.rename(path.with_name(path.name.replace(path.name.split(".")[3], str(seconds))))
+
+
+def test_a_resumed_run_shows_its_newest_configuration_and_outcome(run: RunInfo) -> None:
+    log(run, {"lr": 0.5}, 1, 2, 3, status="failed")
+    log(replace(run, resumed_step=2), {"lr": 0.25}, 3, 4)
+    events = open_events(run.directory)
+    assert session(events, "start").hparams["lr"].number_value == 0.25
+    assert SessionStatus.Name(session(events, "end").status) == "STATUS_SUCCESS"
+    texts = [(event.step, event.tensor_proto.string_val[0]) for event in events.Tensors("config/text_summary")]
+    assert [(step, b"0.5" in content, b"0.25" in content) for step, content in texts] == [
+        (0, True, False),
+        (2, False, True),
+    ]
+
+
+def test_the_files_themselves_have_no_row_twice(run: RunInfo) -> None:
+    """For readers that know nothing of restarts."""
+    log(run, {}, 1, 2, 3)
+    log(replace(run, resumed_step=2), {}, 3, 4)
+    events = [event for path in sorted(run.directory.iterdir()) for event in EventFileLoader(str(path)).Load()]
+    rows = [(event.step, value.tag) for event in events for value in event.summary.value]
+    assert [step for step, tag in rows if tag == "loss"] == [1, 2, 3, 4]
+
+
+def test_a_viewer_that_has_read_the_earlier_leg_forgets_its_later_rows(run: RunInfo) -> None:
+    log(run, {}, 1, 2, 3)
+    set_time(run, 1_000_000_000)
+    events = open_events(run.directory)
+    log(replace(run, resumed_step=1), {}, 2)
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2]
+
+
+def test_a_clock_that_was_set_back_does_not_change_the_order_of_legs(run: RunInfo) -> None:
+    for step, future in ((1, 3_000_000_000), (2, 2_000_000_000), (3, None)):
+        log(replace(run, resumed_step=step - 1), {}, step)
+        if future is not None:
+            set_time(run, future)
+    assert [event.step for event in open_events(run.directory).Scalars("loss")] == [1, 2, 3]
+    times = [int(path.name.split(".")[3]) for path in sorted(run.directory.iterdir())]
+    assert times[:2] == [0, 1]
+    assert times[2] > 1_000_000_000
+
+
+def test_events_of_other_writers_are_left_alone(run: RunInfo) -> None:
+    with SummaryWriter(str(run.directory)) as writer:
+        writer.add_scalar("theirs", 1.0, 1000)
+    (theirs,) = run.directory.iterdir()
+    content = theirs.read_bytes()
+    log(run, {}, 1, 2)
+    log(replace(run, resumed_step=1), {}, 2)
+    assert theirs.read_bytes() == content
+
+
+def test_a_damaged_file_is_left_alone(run: RunInfo, caplog: pytest.LogCaptureFixture) -> None:
+    log(run, {}, 1, 2)
+    (path,) = run.directory.iterdir()
+    content = bytearray(path.read_bytes())
+    content[12] = 0xFF  # the first byte of the first record
+    path.write_bytes(content)
+    log(replace(run, resumed_step=1), {}, 2)
+    assert bytes(content) in [path.read_bytes() for path in run.directory.iterdir()]
+    assert f"{path} is damaged and was left as it is: rows behind step 1 may be in it." in caplog.messages

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loopwright.callbacks.callback import Callback
+from loopwright.callbacks.callback import Callback, SkipBatch
 from loopwright.data.prepare import Presharded
 from loopwright.trainer.task import Task
 from loopwright.trainer.trainer import Trainer
@@ -46,6 +46,7 @@ class Fails(Task):
         super().__init__()
         self.w = nn.Parameter(torch.zeros(()))
         self.kind, self.is_chosen = kind, is_chosen
+        self.automatic_optimization = kind != "leave"
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if batch_idx == BATCH and self.is_chosen:
@@ -55,7 +56,15 @@ class Fails(Task):
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.kind == "hang":
                 time.sleep(120.0)
-        return (self.w * batch).mean()
+            if self.kind == "leave":
+                raise SkipBatch
+        return (self.w * batch).mean() if self.automatic_optimization else self.own_step((self.w * batch).mean())
+
+    def own_step(self, loss: Tensor) -> Tensor:
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+        return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val", batch.mean())

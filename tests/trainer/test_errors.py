@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import typing
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from loopwright.callbacks.callback import Callback
 from loopwright.callbacks.early_stopping import EarlyStopping
 from loopwright.distributed.errors import ConfigError, DataError, LoopwrightError, MetricError, TaskError
 from loopwright.trackers.memory import MemoryTracker
+from loopwright.trainer.keywords import FOREIGN_KEYWORDS
 from loopwright.trainer.task import Task
 from loopwright.trainer.trainer import Trainer
 
@@ -129,9 +132,24 @@ def test_an_option_that_can_not_be_used(options: dict[str, Any], message: str) -
         trainer(**options)
 
 
-def test_an_unknown_option() -> None:
-    with pytest.raises(TypeError, match="acumulate"):
-        Trainer(max_epochs=1, acumulate=4)  # type: ignore[call-arg]
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("acumulate", "accumulate"), ("max_epoch", "max_epochs"), ("accumulate_grad_batches", "accumulate")],
+)
+def test_an_unknown_option(name: str, near: str) -> None:
+    with pytest.raises(TypeError, match=rf"^Trainer\({name}=\.\.\.\) is unknown\. Did you mean '{near}'\?"):
+        Trainer(**{"max_epochs": 1, name: 4})  # type: ignore[arg-type]
+
+
+def test_other_frameworks_options_are_named_by_ours() -> None:
+    own = inspect.signature(Trainer).parameters.keys()
+    assert set(FOREIGN_KEYWORDS.values()) <= own
+    assert not set(FOREIGN_KEYWORDS) & own
+
+
+def test_type_checkers_and_documents_see_the_options() -> None:
+    assert typing.get_type_hints(Trainer.__init__)["accumulate"] is int
+    assert str(inspect.signature(Trainer)).startswith("(*, max_epochs: ")
 
 
 def test_a_strategy_belongs_to_one_trainer() -> None:

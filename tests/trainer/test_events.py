@@ -84,6 +84,7 @@ def test_the_order_of_events_in_fit() -> None:
         "log val=6 epoch=2 4",
         "log loss_epoch=2 epoch=2 4",
         "epoch_end loss_step=3 epoch=2 val=6 loss_epoch=2",
+        "stop",
         "fit_end",
         "teardown",
     ]  # fmt: skip
@@ -105,7 +106,7 @@ def test_every_event_of_the_declaration_is_in_the_docstring_or_told_of_there() -
 
     told = module.__doc__ or ""
     for event in EVENTS:
-        stages = ("on_validation", "on_test", "on_predict", "on_save_state", "on_load_state")
+        stages = ("on_validation", "on_test", "on_predict")
         assert event in told or event.startswith(stages), event
 
 
@@ -138,6 +139,7 @@ def test_what_is_so_at_each_event() -> None:
         "validation_end": (1, 2, -3, None, False),
         "log": (1, 2, -3, None, True),
         "epoch_end": (1, 2, -3, None, True),
+        "stop": (1, 2, -3, None, True),
         "fit_end": (1, 2, -3, None, True),
         "teardown": (1, 2, -3, None, True),
     }

@@ -72,6 +72,7 @@ def start(folder: Path, kind: str, index: int) -> Run:
 
 FAILURES = {
     "step": 1, "callback": 0, "data": 0, "exit": 0, "keyboard": 1, "kill": 1, "hang": 1, "sigterm": 1, "validation": 0,
+    "leave": 1,
 }  # fmt: skip
 
 
@@ -100,6 +101,19 @@ def test_an_exception_ends_both_and_is_shown_by_both(ended: Callable[[str], Ende
     assert cause in run.errors[1 - chosen]
     assert run.seen(chosen) == ["exception ValueError", "fit_end", "teardown"]
     assert run.seen(1 - chosen) == ["exception PeerFailedError", "fit_end", "teardown"]
+
+
+def test_a_backward_pass_that_one_process_leaves_out(ended: Callable[[str], Ended]) -> None:
+    """In manual optimization, where only the processes themselves know which backward passes follow."""
+    begin = time.monotonic()
+    run = ended("leave")
+    assert time.monotonic() - begin < 40  # and not the time-out of 60 s
+    assert run.codes == [1, 1]
+    said = "process 1 left its training_step before a backward pass in which process 0 waits for it: it is in"
+    assert f"DistributedError: {said} 'agree at a step's end' after 3 backward" in run.errors[1].replace('"', "'")
+    assert "PeerFailedError: process 1 failed first, at training_step, step 3, in " in run.errors[0]
+    assert said in run.errors[0]
+    assert [run.seen(index)[0] for index in range(2)] == ["exception PeerFailedError", "exception DistributedError"]
 
 
 def test_an_exit_in_a_callback_keeps_its_code_and_the_other_names_the_hook(ended: Callable[[str], Ended]) -> None:

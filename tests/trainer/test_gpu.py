@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from loopwright.callbacks.callback import Callback
 from loopwright.distributed.devices import choose_device
@@ -90,6 +91,42 @@ def test_nothing_waits_for_the_device_between_records() -> None:
             torch.cuda.set_sync_debug_mode("default")
 
     trained(net(), callbacks=Strict(), log_every="7 steps", clip_norm=1.0)
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_each_batch_arrives_whole_with_one_more_at_most_on_its_way(accumulate: int, pin_memory: bool) -> None:
+    """Large batches, each used by a device that is busy for long; the peak of its memory counts them."""
+    size = 1 << 22
+
+    class Large(Task):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(()))
+            self.means: list[Tensor] = []
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if batch_idx == 0:
+                torch.cuda.reset_peak_memory_stats()
+            torch.cuda._sleep(20_000_000)
+            self.means.append(batch.mean())
+            return self.w * self.means[-1]
+
+        def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            torch.cuda._sleep(20_000_000)
+            return batch.mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    rows = torch.arange(8.0)[:, None].expand(8, size).contiguous()
+    loader: DataLoader[Any] = DataLoader(rows, pin_memory=pin_memory)  # type: ignore[arg-type]
+    task, before = Large(), torch.cuda.memory_allocated()
+    found = Trainer(max_epochs=1, accumulate=accumulate, trackers=False, progress=False)
+    found.fit(task, loader)
+    assert torch.stack(task.means).tolist() == list(range(8))
+    assert torch.cuda.max_memory_allocated() - before < 2.5 * 4 * size
+    assert [float(each) for each in found.predict(task, loader)] == list(range(8))
 
 
 def test_validation_leaves_no_trace_in_the_devices_random_state() -> None:

@@ -128,7 +128,7 @@ class TestEvents:
         assert recorder.log == [
             "setup", "fit_start", "epoch_start",
             "batch_start", *one, *one, "step", "batch_end",
-            "epoch_end", "log", "fit_end", "teardown",
+            "epoch_end", "stop", "log", "fit_end", "teardown",
         ]  # fmt: skip
 
     def test_gradients_are_there_before_the_step(self) -> None:

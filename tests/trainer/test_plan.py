@@ -119,6 +119,7 @@ def test_the_report() -> None:
         "Rate        1 from step 0, 0.5 from step 2, 0.25 from step 4, 0.125 from step 6",
         "Weights     1 tensors, 1 elements, 0.00 MB",
         *[line for line in report if line.startswith("Callback")],
+        "Saves       ModelCheckpoint: the newest: weights, optimizers, counters, random states, data position",
         "Look at     EarlyStopping watches 'val/los', a name that neither a callback provides nor the task's "
         "code holds.",
     ]

@@ -1,0 +1,211 @@
+"""`Averages`: running averages of a module's weights, and a context in which the module has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..checkpoint.finite import all_finite, nonfinite_names
+from ..checkpoint.names import plain_names
+from ..distributed.errors import CheckpointError, ConfigError
+
+_MOST_LISTED = 10
+
+
+class Place(NamedTuple):
+    """Where a module keeps a parameter or a buffer, whatever tensor that is now."""
+
+    owner: dict[str, Tensor | None]
+    attribute: str
+    is_buffer: bool
+
+    @property
+    def value(self) -> Tensor | None:
+        """What is there now."""
+        return self.owner.get(self.attribute)
+
+
+def places_of(module: nn.Module) -> dict[str, Place]:
+    """The places of all parameters and persistent buffers, by their plain names; what is shared has its first name."""
+    found: dict[str, Place] = {}
+    seen: set[int] = set()
+    for path, part in module.named_modules():
+        kinds: list[tuple[dict[str, Tensor | None], bool]] = [(part._parameters, False), (part._buffers, True)]
+        for owner, is_buffer in kinds:
+            for attribute, value in owner.items():
+                if value is None or id(value) in seen or (is_buffer and attribute in part._non_persistent_buffers_set):
+                    continue
+                seen.add(id(value))
+                found[f"{path}.{attribute}" if path else attribute] = Place(owner, attribute, is_buffer)
+    plain = plain_names(module, found)
+    return {plain[name]: place for name, place in found.items()}
+
+
+class Averages:
+    """Running averages of a module's trained parameters, and of its buffers where asked for.
+
+    They are on the devices of what they average and have its number format; averages of half precision are kept in
+    float32, whose steps of a thousandth would be lost there. Weights that are tied have one average. Of the buffers
+    those are averaged that are saved with the module, hold fractions, and are finite when the averages begin; the
+    others (counters, masks, caches) stay the module's own. Each process averages its own buffers; where they differ,
+    process 0 has those that are evaluated and saved, as it is with the buffers themselves.
+
+    Args:
+        module: whose weights they are.
+        owner: the callback's name, for errors.
+        use_buffers: whether buffers are averaged as well.
+    """
+
+    def __init__(self, module: nn.Module, owner: str, *, use_buffers: bool) -> None:
+        self._module = module
+        self._owner = owner
+        self._use_buffers = use_buffers
+        self._places = places_of(module)
+        self._known: set[Tensor] = set()
+        """Parameters that are averaged."""
+        self.tensors: dict[str, Tensor] = {}
+        """The averages by the plain names of what they average."""
+        self._values: list[tuple[Place, Tensor]] = []
+        """What `update` averages, in the order of the averages; empty until it has looked."""
+        if use_buffers:
+            self._add_buffers()
+
+    def track(self, parameters: Iterable[Tensor]) -> None:
+        """Also average those of these parameters that are trained by now; each begins with the value that it has."""
+        new = {p for p in parameters if p.requires_grad and p not in self._known}
+        if not new:
+            return
+        self._known |= new
+        self._places, self._values = places_of(self._module), []
+        for name, place in self._places.items():
+            if place.value in new and name not in self.tensors:
+                self._add(name)
+
+    @torch.no_grad()
+    def update(self, weight: float) -> None:
+        """Move each average to the value as it is now, by this share of the way. Nothing is read from the device.
+
+        Raises:
+            ConfigError: a weight has got another shape.
+        """
+        # Modules may put another tensor into a place, as they do with buffers.
+        if not self._values or any(owner.get(name) is not value for (owner, name, _), value in self._values):
+            self._values = self._fitting(self._places)
+        alike: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for average, (_, value) in zip(self.tensors.values(), self._values, strict=True):
+            if value.dtype == average.dtype:
+                alike[0].append(average)
+                alike[1].append(value)
+            else:  # one by one: converted all at once they would take their memory again
+                average.lerp_(value.to(average.dtype), weight)
+        if alike[0]:
+            torch._foreach_lerp_(*alike, weight)
+
+    @contextmanager
+    def applied_to(self, module: nn.Module, *, stay: bool = False) -> Iterator[None]:
+        """A context in which a module has the averages. Local.
+
+        Args:
+            module: the averaged one, or another of the same make.
+            stay: leave them there at the end; an exception still brings the module's own values back.
+        Raises:
+            ConfigError: the module does not have these weights.
+        """
+        own = [(place, value, value.detach().clone()) for place, value in self._fitting(places_of(module))]
+        try:
+            _write([value for _, value, _ in own], list(self.tensors.values()))
+            yield
+        except BaseException:
+            _put_back(own)
+            raise
+        if not stay:
+            _put_back(own)
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Take over averages that were saved.
+
+        Raises:
+            CheckpointError: they are of other weights; lists those.
+        """
+        unknown = [name for name in saved if name not in self._places]
+        if unknown:
+            more = f" and {len(unknown) - _MOST_LISTED} more" if len(unknown) > _MOST_LISTED else ""
+            raise CheckpointError(
+                f"the checkpoint has averages of {self._owner} for weights that {type(self._module).__name__} lacks: "
+                f"{', '.join(unknown[:_MOST_LISTED])}{more}. Resume with the task that was saved, or leave "
+                f"{self._owner} out."
+            )
+        for name, tensor in saved.items():
+            place = self._places[name]
+            if place.is_buffer and not self._use_buffers:
+                continue
+            average = self._add(name)
+            if average.shape != tensor.shape:
+                raise CheckpointError(
+                    f"the checkpoint has an average of {self._owner} for {name!r} of shape {tuple(tensor.shape)}, and "
+                    f"{type(self._module).__name__} has {tuple(average.shape)}. Resume with the task that was saved."
+                )
+            average.copy_(tensor)
+            if not place.is_buffer and place.value is not None:
+                self._known.add(place.value)
+
+    def _fitting(self, places: Mapping[str, Place]) -> list[tuple[Place, Tensor]]:
+        """What there is now in the place of each average, in their order.
+
+        Raises:
+            ConfigError: it is gone, or has another shape.
+        """
+        found = []
+        for name, average in self.tensors.items():
+            place = places.get(name)
+            value = None if place is None else place.value
+            if place is None or value is None or value.shape != average.shape:
+                state = "is gone" if value is None else f"has the shape {tuple(value.shape)}"
+                raise ConfigError(
+                    f"{self._owner} averages {name!r} of shape {tuple(average.shape)}, which {state} now. Weights keep "
+                    "their names and shapes while they are averaged: change them before fit."
+                )
+            found.append((place, value))
+        return found
+
+    def _add_buffers(self) -> None:
+        buffers = {name: place.value for name, place in self._places.items() if place.is_buffer}
+        fractions = {name: b for name, b in buffers.items() if b is not None and b.is_floating_point()}
+        bad = set() if all_finite(fractions.values()) else set(nonfinite_names(fractions))
+        for name in fractions:
+            if name not in bad:  # the average of an infinity with itself is NaN
+                self._add(name)
+
+    def _add(self, name: str) -> Tensor:
+        value = self._places[name].value
+        assert value is not None
+        if is_lazy(value):
+            raise ConfigError(
+                f"{self._owner} can't average {name!r}, which has no shape yet, as its layer is lazy. Call the model "
+                "once before fit."
+            )
+        is_half = value.is_floating_point() and value.dtype.itemsize < 4
+        dtype = torch.float32 if is_half else value.dtype
+        average = self.tensors[name] = value.detach().to(dtype, copy=True)
+        self._values = []
+        return average
+
+
+@torch.no_grad()
+def _write(targets: list[Tensor], values: list[Tensor]) -> None:
+    """Copy values into tensors, past autograd: a graph that still holds them is to find what it knew, once it is
+    brought back.
+    """
+    if targets:
+        torch._foreach_copy_([target.data for target in targets], values)
+
+
+def _put_back(own: list[tuple[Place, Tensor, Tensor]]) -> None:
+    _write([value for _, value, _ in own], [copy for _, _, copy in own])
+    for place, value, _ in own:  # a module may have put another buffer into its place
+        place.owner[place.attribute] = value

@@ -1,0 +1,88 @@
+"""What is saved in the time that is left after a signal: all, or the weights alone."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..distributed.errors import CheckpointError
+from ..distributed.paths import free_path
+from ..distributed.units import size_bytes
+from .file_names import SUFFIX
+from .store import Store
+from .together import of_main_process
+from .weight_files import write_weights
+
+if TYPE_CHECKING:
+    from .view import TrainerView
+
+logger = logging.getLogger("loopwright")
+
+MARGIN = 1.5
+"""A save is taken to last this many times as long as was measured: the machine may be busy with its end."""
+
+
+def save_in_time(trainer: TrainerView, store: Store, left: float) -> None:
+    """Save all, or where the time does not suffice the weights alone. Collective.
+
+    The measure is the newest save of this run. Where there was none, the weights are saved first, and how long they
+    took tells how long the whole state will.
+
+    Args:
+        trainer: of this process.
+        store: what asks for whole states.
+        left: seconds until the process will be killed.
+    Raises:
+        CheckpointError: on every process: the weights can't be written.
+    """
+    store.withdraw(trainer, scored=True)
+    is_main = trainer.process.is_main_process
+    told: dict[str, str | bool] = {}
+    if is_main:
+        try:
+            told = _decide(trainer, store, left)
+        except CheckpointError as error:
+            told = {"error": str(error)}
+    told = of_main_process(trainer, told, "ModelCheckpoint: what there is time for")
+    if "error" in told:
+        raise CheckpointError(str(told["error"]))
+    if told["fits"]:
+        if is_main and "weights" in told:
+            store.stopgap = Path(str(told["weights"]))
+        store.save_newest(trainer)
+
+
+def _decide(trainer: TrainerView, store: Store, left: float) -> dict[str, str | bool]:
+    seconds = trainer.save_seconds
+    if seconds is not None and seconds * MARGIN < left:
+        return {"fits": True}
+    if not store.has_finite_weights(trainer):
+        return {"fits": False}
+    path = free_path(store.folder / f"step={trainer.state.step:06d}-weights{SUFFIX}", mark="-v")
+    began = time.monotonic()
+    write_weights(trainer, path)
+    taken = time.monotonic() - began
+    if seconds is None:
+        seconds = taken * _times_the_weights(trainer)
+        if seconds * MARGIN < left - taken:
+            return {"fits": True, "weights": str(path)}
+    logger.warning(
+        "%s: %.1f s were left, and a whole checkpoint takes %.1f s: the weights alone are in %s. A run can go on from "
+        "the newest earlier checkpoint.",
+        trainer.signal,
+        left,
+        seconds,
+        path,
+    )
+    return {"fits": False}
+
+
+def _times_the_weights(trainer: TrainerView) -> float:
+    """How many times the size of the weights a whole state has."""
+    weights = size_bytes(trainer.unwrapped_model().state_dict().values())
+    states = [value for each in trainer.optimizers for state in each.state.values() for value in state.values()]
+    return 1.0 + size_bytes(value for value in states if isinstance(value, Tensor)) / max(weights, 1)

@@ -1,0 +1,143 @@
+"""`WeightFiles`: checkpoints that hold weights alone, each one file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+
+from ..distributed.errors import CheckpointError
+from .file_names import SUFFIX
+from .kept_files import SavedFile
+from .store import OWNER, Rules, Store, entries_of
+from .together import of_main_process
+
+if TYPE_CHECKING:
+    from .view import TrainerView
+
+_LAST = "last" + SUFFIX
+
+
+class WeightFiles(Store):
+    """Writes safetensors files at once: `last`, and one for each of the best, or by name of the newest.
+
+    Args:
+        rules: of the callback.
+    """
+
+    kind = "weights"
+    sees_end = False
+
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(rules, SUFFIX, keeps_newest=False)
+        self._last_path: Path | None = None
+        self._last_step = 0
+
+    @property
+    def last_path(self) -> Path | None:
+        return self._last_path
+
+    def begin(self, trainer: TrainerView, folder: Path, state: Mapping[str, Any] | None) -> None:
+        super().begin(trainer, folder, state)
+        self._last_step = trainer.state.step
+
+    def save_newest(self, trainer: TrainerView) -> None:
+        self._save_named(trainer)
+        self._save_last(trainer)
+
+    def save_at_end(self, trainer: TrainerView, *, is_due: bool) -> None:
+        if is_due:
+            self._save_named(trainer)
+        self._save_last(trainer)
+
+    def save_scored(self, trainer: TrainerView, score: float, metrics: Mapping[str, float], *, accepted: bool) -> None:
+        if accepted:
+            self._keep(trainer, score, metrics)
+
+    def _save_last(self, trainer: TrainerView) -> None:
+        step = trainer.state.step
+        if not self.rules.last or step == self._last_step:  # written already, or nothing was trained yet
+            return
+        path = self._save(trainer, _LAST, self._last_path)
+        if path is not None:
+            self._last_path, self._last_step = path, step
+
+    def _save_named(self, trainer: TrainerView) -> None:
+        files = self.kept.files
+        is_new = not files or files[0].step != trainer.state.step
+        if self.rules.keeps_newest and is_new and self.kept.accepts(None):
+            self._keep(trainer, None, {})
+
+    def _keep(self, trainer: TrainerView, score: float | None, metrics: Mapping[str, float]) -> None:
+        name, files = self.rules.name.format(trainer.state, metrics), self.kept.files
+        older = files[0].path if self.rules.name.is_fixed and self.rules.top_k == 1 and files else None
+        path = self._save(trainer, name, older)
+        if path is None:
+            return
+        for file in self.kept.add(SavedFile(path, trainer.state.step, score)):
+            self.own.remove(file.path, self.folder, unlinks=trainer.process.is_main_process)
+
+    def _save(self, trainer: TrainerView, name: str, older: Path | None) -> Path | None:
+        """Write the weights, in the place of an older file if it is this run's. Collective, unless the run is failing.
+
+        Returns:
+            The file; None where nothing was written, since a weight is not finite.
+        Raises:
+            CheckpointError: on every process: the main one could not write.
+        """
+        is_main = trainer.process.is_main_process
+        if not is_main and trainer.error is not None:
+            return None  # who fails does not wait for others, and knows nothing of their files
+        failure: CheckpointError | None = None
+        told: dict[str, str] = {}
+        if is_main and self.has_finite_weights(trainer):
+            try:
+                path = self._path(name, older)
+                write_weights(trainer, path)
+                told = {"path": str(path)}
+            except CheckpointError as error:
+                failure, told = error, {"error": str(error)}
+        told = of_main_process(trainer, told, f"{OWNER}: writing {name}")
+        if "error" in told:
+            raise failure or CheckpointError(told["error"])
+        if "path" not in told:
+            return None
+        path = Path(told["path"])
+        self.own.paths.add(path)
+        return path
+
+    def _path(self, name: str, older: Path | None) -> Path:
+        """Where a file goes: in the place of its older one, or where no file is."""
+        if older is not None and self.own.has(older, self.folder):
+            return older
+        return self.own.free_path(self.folder, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {
+            "kept": entries_of(self.kept.files),
+            "last": None if self._last_path is None else str(self._last_path),
+        }
+
+    def _take_back(self, trainer: TrainerView, state: Mapping[str, Any]) -> None:
+        self.take_back_kept(trainer, state)
+        if state["last"] is not None:
+            self._last_path = self.find(trainer, state, [state["last"]])[0]
+            if self._last_path is not None:
+                self.take_over(self._last_path)
+
+
+def write_weights(trainer: TrainerView, path: Path) -> None:
+    """Write the weights into a file. Local.
+
+    Raises:
+        CheckpointError: it can't be written.
+    """
+    try:
+        trainer.save_model(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{OWNER} could not write {str(path)!r} at step {trainer.state.step}: {error}. What was written before is "
+            "whole. Make room there, or choose another folder by directory=."
+        ) from error

@@ -1,0 +1,206 @@
+"""How the tensors of a state tree lie in memory: each piece of memory is stored once, and shared by those that were."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from .scalars import DTYPES, TAG, dtype_name
+
+# Those that every version of safetensors in use knows; others are stored as bytes.
+_TYPED = {
+    DTYPES[name]
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
+    )
+}
+_ALIGNMENT = 16
+"""The largest element of all number formats, in bytes."""
+
+
+class _Seen(NamedTuple):
+    """A tensor of the tree, the JSON object that stands for it, and the bytes of its memory that it spans."""
+
+    number: int
+    name: str
+    tensor: Tensor
+    node: dict[str, Any]
+    begin: int
+    end: int
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        return self.begin, self.tensor.dtype, self.tensor.shape, self.tensor.stride()
+
+
+def why_not_storable(tensor: Tensor) -> str | None:
+    """Why a tensor can't be stored, None where it can. Local."""
+    if is_lazy(tensor):
+        return "it has no shape yet (a lazy module); run one batch first"
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        return "it is a tensor of a class of its own; convert it to a plain one"
+    if tensor.is_meta:
+        return "it has no values (device meta)"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return f"it has the layout {tensor.layout}; make it dense"
+    if tensor.dtype not in DTYPES.values():
+        return f"it has the dtype {tensor.dtype}; dequantise it, or store its integers and scales"
+    return None
+
+
+class TensorCollector:
+    """Takes the tensors of a tree one by one, and gives those to store. Local; nothing is copied."""
+
+    def __init__(self) -> None:
+        self._seen: list[_Seen] = []
+        self._by_object: dict[int, _Seen] = {}
+        self._names: set[str] = set()
+
+    def add(self, name: str, tensor: Tensor) -> dict[str, Any]:
+        """The JSON object for a tensor; it is filled by `finish`.
+
+        Args:
+            name: where it stands in the tree. Of two equal names the second gets a number.
+            tensor: one that `why_not_storable` has nothing against.
+        """
+        earlier = self._by_object.get(id(tensor))
+        if earlier is not None:
+            return {TAG: "again", "id": earlier.node.setdefault("id", earlier.number)}
+        seen = _Seen(len(self._seen), self._free(name), tensor, {TAG: "tensor"}, *_span(tensor))
+        self._seen.append(seen)
+        self._by_object[id(tensor)] = seen
+        return seen.node
+
+    def finish(self) -> dict[str, Tensor]:
+        """The tensors to store by name. What one of them stands for is in the JSON objects."""
+        stored: dict[str, Tensor] = {}
+        for group in self._groups():
+            stored[group[0].name] = _store(group)
+        return {seen.name: stored[seen.name] for seen in self._seen if seen.name in stored}
+
+    def _free(self, name: str) -> str:
+        name = name.encode("utf-8", "backslashreplace").decode()
+        number, free = 1, name
+        while free in self._names:
+            number += 1
+            free = f"{name}#{number}"
+        self._names.add(free)
+        return free
+
+    def _groups(self) -> list[list[_Seen]]:
+        """Those that lie in one piece of memory together, each in the tree's order."""
+        groups = [[seen] for seen in self._seen if _is_apart(seen.tensor)]
+        by_memory: dict[object, list[_Seen]] = {}
+        for seen in self._seen:
+            if not _is_apart(seen.tensor):
+                key = (seen.tensor.device, seen.tensor.untyped_storage().data_ptr())
+                by_memory.setdefault(key, []).append(seen)
+        for tensors in by_memory.values():
+            end = -1
+            for seen in sorted(tensors, key=lambda each: each.begin):
+                if seen.begin > end:
+                    groups.append([])
+                groups[-1].append(seen)
+                end = max(end, seen.end)
+        return [sorted(group, key=lambda each: each.number) for group in groups]
+
+
+class TensorRestorer:
+    """Gives the tensors that JSON objects stand for. Local.
+
+    Args:
+        tensors: what was stored, by name; each is asked for once.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._memory: dict[str, Tensor] = {}
+        self._by_identity: dict[int, Tensor] = {}
+
+    def restore(self, node: Mapping[str, Any]) -> Tensor:
+        """The tensor of a JSON object. Those that shared memory share it again.
+
+        Raises:
+            Exception: of many kinds, where the object does not fit what was stored.
+        """
+        if node[TAG] == "again":
+            return self._by_identity[node["id"]]
+        name = node["in"]
+        is_first = name not in self._memory
+        if is_first:
+            self._memory[name] = self._tensors[name]
+        memory = self._memory[name]
+        if "dtype" in node:
+            flat = _flat(memory, DTYPES[node["dtype"]])
+            tensor = flat.as_strided(node["shape"], node["stride"], flat.storage_offset() + node["offset"])
+        else:
+            tensor = memory if is_first else memory.detach()
+        if "id" in node:
+            self._by_identity[node["id"]] = tensor
+        return tensor
+
+
+def _flat(memory: Tensor, dtype: torch.dtype) -> Tensor:
+    flat = memory.reshape(-1)
+    if flat.dtype == dtype:
+        return flat
+    # A view of another element size needs a whole number of elements.
+    return flat[: len(flat) - len(flat) % dtype.itemsize].view(dtype)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of its storage that a tensor has, and the one behind its last."""
+    if tensor.numel() == 0:
+        return 0, 0
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    last = sum((size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+def _is_apart(tensor: Tensor) -> bool:
+    """Whether a tensor has no memory that could be looked at, or another one than its values."""
+    return tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg() or tensor.untyped_storage().data_ptr() == 0
+
+
+def _store(group: list[_Seen]) -> Tensor:
+    """What to store for tensors that lie together; fills their JSON objects."""
+    first = group[0]
+    tensor = first.tensor.detach()
+    for seen in group:
+        seen.node["in"] = first.name
+    # A view with gaps is stored without what lies between.
+    is_repacked = len(group) == 1 and (_is_apart(tensor) or _size(tensor) < first.end - first.begin)
+    is_typed = tensor.dtype in _TYPED
+    if is_typed and (is_repacked or (tensor.is_contiguous() and all(seen.layout == first.layout for seen in group))):
+        return tensor
+    if is_repacked:
+        packed = tensor.resolve_conj().resolve_neg().contiguous()
+        first.node.update(_view(packed, 0))
+        return packed.view(-1).view(torch.uint8)
+    is_mixed = len({seen.tensor.dtype for seen in group}) > 1
+    dtype = tensor.dtype if is_typed and not is_mixed else torch.uint8
+    begin, end = min(seen.begin for seen in group), max(seen.end for seen in group)
+    begin -= begin % _ALIGNMENT if is_mixed else 0
+    for seen in group:
+        seen.node.update(_view(seen.tensor, seen.begin - begin))
+    flat = torch.empty(0, dtype=dtype, device=tensor.device)
+    size = (end - begin) // dtype.itemsize
+    return flat.set_(tensor.untyped_storage(), begin // dtype.itemsize, (size,), (1,))
+
+
+def _view(tensor: Tensor, begin: int) -> dict[str, Any]:
+    return {
+        "dtype": dtype_name(tensor.dtype),
+        "shape": list(tensor.shape),
+        "stride": list(tensor.stride()),
+        "offset": begin // tensor.element_size(),
+    }
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

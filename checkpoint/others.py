@@ -1,0 +1,80 @@
+"""A model's weights in whatever file or folder they are: Loopwright's, and those of other libraries.
+
+- a folder, of Loopwright, of Hugging Face or of Accelerate: `model.safetensors` or its index, else `pytorch_model.bin`
+  or its index;
+- `.safetensors`, `.safetensors.index.json`;
+- `.bin`, `.pt`, `.pth`, `.ckpt` (Lightning's), `.bin.index.json`: files of `torch.save`, see `pickled`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ..distributed.errors import CheckpointError
+from .pickled import ENDINGS, INDEX_ENDINGS, PickledWeights
+from .shards import INDEX_SUFFIX, SUFFIX, StoredWeights, listed
+from .sources import WeightSource
+
+_WEIGHTS = re.compile(r"(?:pytorch_)?(model(?:_\d+)?)(?:\.safetensors|\.bin)(?:\.index\.json)?")
+
+
+def open_weights(path: str | Path, base: str = "model") -> WeightSource:
+    """A model's weights, whoever wrote them, with the names that they have there. Local.
+
+    Args:
+        path: a file, an index of several, or a folder; see above.
+        base: in a folder, which model: `model`, `model_1`, ...
+    Raises:
+        CheckpointError: there are none, they are damaged, or they can't be read without running code that they name.
+    """
+    given = Path(path)
+    try:
+        file = _file_in(given, base) if given.is_dir() else given
+        return _open(file)
+    except OSError as error:
+        raise CheckpointError(f"{str(given)!r} can't be read: {error}.") from error
+
+
+def model_names(folder: Path) -> list[str]:
+    """The names of the models of which a folder has weights: `model`, `model_1`, ... Local."""
+    found = {match[1] for entry in folder.iterdir() if (match := _WEIGHTS.fullmatch(entry.name))}
+    return sorted(found, key=lambda name: (len(name), name))
+
+
+def _open(file: Path) -> WeightSource:
+    if file.name.endswith(INDEX_ENDINGS):
+        return PickledWeights(file)
+    if file.suffix not in ENDINGS:
+        return StoredWeights(file)
+    index = file.with_name(f"{file.name}.index.json")
+    if not file.is_file() and index.is_file():
+        return PickledWeights(index)
+    if not file.is_file():
+        names = sorted(entry.name for entry in file.parent.iterdir()) if file.parent.is_dir() else []
+        raise CheckpointError(f"{str(file)!r} does not exist. In its folder: {listed(names) or 'nothing'}.")
+    return PickledWeights(file)
+
+
+def _file_in(folder: Path, base: str) -> Path:
+    pickled = f"pytorch_{base}.bin"
+    candidates = (f"{base}{SUFFIX}", f"{base}{INDEX_SUFFIX}", pickled, f"{pickled}.index.json")
+    found = next((folder / name for name in candidates if (folder / name).is_file()), None)
+    if found is None:
+        raise CheckpointError(f"{str(folder)!r} has no weights: {_why_none(folder, candidates)}")
+    return found
+
+
+def _why_none(folder: Path, candidates: tuple[str, ...]) -> str:
+    names = sorted(entry.name for entry in folder.iterdir())
+    if ".metadata" in names:
+        return (
+            "it is a folder of torch.distributed.checkpoint, whose index is a pickle, and that is not opened here. If "
+            "you trust it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER weights.pt"
+        )
+    if "zero_to_fp32.py" in names:
+        return (
+            "it is a folder of DeepSpeed, whose states are pickles of its own classes. If you trust it, run the script "
+            "in it: python zero_to_fp32.py . weights"
+        )
+    return f"none of {', '.join(candidates)} is there. In it: {listed(names) or 'nothing'}."

@@ -1,0 +1,175 @@
+"""Reading a checkpoint: nothing of it is run, and no value shares memory with its files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.errors import CheckpointError, suggest
+from .hashing import find_damage
+from .manifest import FILE_NAME, Manifest, read_manifest
+from .shards import INDEX_SUFFIX, SUFFIX, StoredWeights, listed
+from .tensor_file import TensorFile
+from .tree import pack, unpack
+from .weights import LoadReport, load_weights
+
+Verify = Literal["full", "sizes"]
+
+
+class Checkpoint:
+    """A checkpoint on disk. Made by `open_checkpoint` and by the functions of `finding`; all its methods are local."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        """Its folder."""
+        self.manifest = manifest
+        """What it says of itself."""
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, sequence={self.manifest.sequence})"
+
+    @property
+    def tree_names(self) -> tuple[str, ...]:
+        """The names of its state trees."""
+        names = [name for name in self.manifest.files if name.endswith(".json") and not name.endswith(INDEX_SUFFIX)]
+        return tuple(name.removesuffix(".json") for name in names)
+
+    @property
+    def weights_names(self) -> tuple[str, ...]:
+        """The names of the models that it has weights of."""
+        files = self.manifest.files
+        whole = [name.removesuffix(SUFFIX) for name in files if name.endswith(SUFFIX)]
+        sharded = [name.removesuffix(INDEX_SUFFIX) for name in files if name.endswith(INDEX_SUFFIX)]
+        shards = {name for base in sharded for name in whole if name.startswith(f"{base}-")}
+        return tuple(sorted({*whole, *sharded} - {*self.tree_names} - shards))
+
+    @property
+    def unlisted_files(self) -> tuple[str, ...]:
+        """Files in its folder that are no part of it: nothing reads them."""
+        known = {FILE_NAME, *self.manifest.files}
+        return tuple(sorted(entry.name for entry in self.path.iterdir() if entry.name not in known))
+
+    def tree(self, name: str, *, into: Any = None) -> Any:
+        """A state tree: equal values of equal types; tensors on the CPU.
+
+        Args:
+            name: of the tree.
+            into: a value of the same structure. Where it has a tensor of the same shape and number format, that one is
+                filled in place, on its device, and is part of the result.
+        Raises:
+            CheckpointError: it has no such tree, or the tree is damaged.
+        """
+        if name not in self.tree_names:
+            raise CheckpointError(f"{str(self.path)!r} has no state {name!r}. {suggest(name, self.tree_names)}")
+        file = self.path / f"{name}.json"
+        try:
+            values = json.loads(file.read_bytes(), parse_constant=_refuse_constant)
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{str(file)!r} can't be read: {error}.") from error
+        has_tensors = f"{name}{SUFFIX}" in self.manifest.files
+        existing = {} if into is None else pack(into, name).tensors
+        return unpack(values, _read_tensors(self.path / f"{name}{SUFFIX}", existing) if has_tensors else {})
+
+    def weights(self, base: str = "model") -> StoredWeights:
+        """A model's state dict with plain names, of which each value is read when it is asked for.
+
+        Raises:
+            CheckpointError: it has no such weights, or they are damaged.
+        """
+        self._check_weights(base)
+        return StoredWeights(self.path, base)
+
+    def load_weights_into(self, module: nn.Module, base: str = "model", strict: bool = True) -> LoadReport:
+        """Copy a model's weights into a module, in place; see `weights.load_weights`.
+
+        Raises:
+            CheckpointError: it has no such weights, or, with `strict`, they don't fit.
+        """
+        self._check_weights(base)
+        return load_weights(module, self.path, strict=strict, base=base)
+
+    def find_damage(self, verify: Verify = "full") -> list[str]:
+        """What is wrong with its files: for each its name, what was expected and what was found. Empty: it is whole.
+
+        Args:
+            verify: "full" reads all files; "sizes" compares sizes, and reads the headers of files of tensors.
+        """
+        damage = find_damage(self.path, self.manifest.files, reads=verify == "full")
+        if not damage and verify == "sizes":
+            for name in self.manifest.files:
+                if name.endswith(SUFFIX):
+                    damage += _header_damage(self.path / name)
+        return damage
+
+    def _check_weights(self, base: str) -> None:
+        if base not in self.weights_names:
+            raise CheckpointError(f"{str(self.path)!r} has no weights {base!r}. {suggest(base, self.weights_names)}")
+
+
+def open_checkpoint(path: str | Path, *, verify: Verify = "full") -> Checkpoint:
+    """A checkpoint that is whole. Local.
+
+    Args:
+        path: its folder.
+        verify: "full" compares all that its files hold with their checksums; "sizes" compares their sizes alone.
+    Raises:
+        CheckpointError: there is no checkpoint, it was written by a newer version, or it is damaged: names the files,
+            what was expected and what was found.
+    """
+    folder = Path(path)
+    checkpoint = Checkpoint(folder, _manifest_of(folder))
+    damage = checkpoint.find_damage(verify)
+    if damage:
+        raise CheckpointError(f"the checkpoint {str(folder)!r} is damaged: {'; '.join(damage)}.")
+    return checkpoint
+
+
+def _read_tensors(path: Path, existing: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors of a file: each in an existing one of its name, shape and format, or in memory of its own."""
+    stored = TensorFile(path)
+    tensors = {}
+    for name, place in stored.places.items():
+        target = existing.get(name)
+        fits = target is not None and (target.shape, target.dtype) == (place.shape, place.dtype)
+        tensors[name] = target if target is not None and fits else torch.empty(place.shape, dtype=place.dtype)
+    stored.read_into(tensors)
+    return tensors
+
+
+def _manifest_of(folder: Path) -> Manifest:
+    try:
+        return read_manifest(folder)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"{str(folder)!r} is no checkpoint: {_what_is_there(folder)}") from error
+    except OSError as error:
+        raise CheckpointError(f"{str(folder)!r} can't be read: {error}.") from error
+
+
+def _what_is_there(folder: Path) -> str:
+    if not folder.is_dir():
+        kind = "a file" if folder.exists() else "not there"
+        remedy = " Weights alone, also those of other libraries, are loaded by load_weights." if folder.exists() else ""
+        beside = sorted(entry.name for entry in folder.parent.iterdir()) if folder.parent.is_dir() else []
+        return f"it is {kind}. Beside it: {listed(beside) or 'nothing'}.{remedy}"
+    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    inside = [name for name in names if (folder / name / FILE_NAME).is_file()]
+    if inside:
+        return f"but it holds some: {listed(inside)}. Name one of them."
+    return f"it has no {FILE_NAME}. In it: {listed(names) or 'nothing'}."
+
+
+def _header_damage(file: Path) -> list[str]:
+    try:
+        TensorFile(file)
+    except CheckpointError as error:
+        return [f"{file.name}: {error}"]
+    return []
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"{word} is not JSON")

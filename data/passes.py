@@ -1,0 +1,282 @@
+"""`Passes`: a loader's passes one after another, each of which may begin in the middle."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ..distributed.errors import ConfigError, check_integer
+from ..distributed.random import preserved_random_state, synchronize_rng_state
+from .described import LoaderAround
+from .dispatch import DispatchedLoader
+from .geometry import Origin, dealing_of
+from .position import Pass, Position, Start, own_generators, position_of, seeded_samplers, start_of
+from .rest import dealer_of, rest_of
+from .rounds import Dealer
+from .samplers import epoch_listeners
+from .seeding import DataSeeds, apart
+from .sizes import loader_length
+from .skipping import batches_from, reads_by_index
+from .stateful import goes_on_by_state, is_stateful, put_state, state_of, tells_place
+
+_END = object()
+
+
+class Passes(LoaderAround):
+    """The base of a prepared loader: what one pass of it reads, and where the next one begins.
+
+    Args:
+        loader: any iterable of batches, or what deals one out.
+        num_processes: how many processes share it.
+        dealer: what gives this process its share; None: the loader was not shared.
+        skip_batches: batches at the start of each pass that are left out.
+    """
+
+    def __init__(self, loader: Iterable[Any], num_processes: int, dealer: Dealer | None, skip_batches: int = 0) -> None:
+        super().__init__(loader, num_processes, dealer)
+        self.skip_batches = skip_batches
+        self.iteration = 0
+        """Passes that were begun and finished; also the epoch that samplers are told."""
+        self.shared_generators: list[torch.Generator] = []
+        """Generators of samplers, whose state all processes take from the main process at the start of a pass."""
+        self.seeds: DataSeeds | None = None
+        """Where the random numbers of the data come from; None: from the loader's generator and the training's."""
+        self.reads_apart = False
+        """Whether batches are read apart from the training's random states, as reading them may draw."""
+        self._start: Start | None = None
+        """Where the next pass begins; None: at its beginning."""
+        self._pass: Pass | None = None
+        """The pass that was begun last."""
+        self._rest: LoaderAround | None = None
+        """What is read in its place in a pass that goes on in other batches than it began with."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader, its samplers at any depth and its dataset, where they listen, which epoch begins."""
+        self.iteration = epoch
+        for listener in epoch_listeners(self.loader):
+            listener.set_epoch(epoch)
+        if self.seeds is not None:
+            self.seeds.set_epoch(epoch)
+        start = self._start
+        if start is not None and start.position["epoch"] != epoch:
+            is_next = start.position["epoch"] + 1 == epoch
+            keeps_state = start.position["is_over"] or not is_stateful(self.loader)
+            self._start = start.after_pass(keeps_state=keeps_state) if is_next else None
+            self._rest = None
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The generators that the user's loader, its samplers and its iterable dataset draw from."""
+        return own_generators(self.loader, self.seeds)
+
+    @property
+    def first_batch(self) -> int:
+        """The number of the batch that the pass of this epoch begins with: above 0 where it goes on in the middle."""
+        if self._start is not None:
+            return self._start.batch
+        return self._pass.first if self._pass is not None and self._pass.epoch == self.iteration else 0
+
+    @property
+    def pass_length(self) -> int | None:
+        """The number of the batch that would follow the running pass; None where the loader has no length."""
+        rest, running = self._rest, self._pass
+        if rest is None or running is None:
+            return self.length
+        left = loader_length(rest.loader)
+        return None if left is None else running.origin.batch + left
+
+    @property
+    def length(self) -> int | None:
+        """Batches in a whole pass, None where the loader has no length."""
+        return loader_length(self)
+
+    def __len__(self) -> int:
+        """Batches in a whole pass. Raises TypeError where the loader has no length."""
+        return max(len(self.loader) - self.skip_batches, 0)  # type: ignore[arg-type]
+
+    def position(self, batch: int, *, epoch: int | None = None) -> Position:
+        """Where this process is in its data: what a loader of the same data needs to go on behind it. Local.
+
+        Args:
+            batch: batches of this process's pass that are done; 0: the pass begins, or begins next.
+            epoch: the pass, None: the one of `iteration`. At the end of a pass give the next one, with batch 0.
+        Returns:
+            Integers, texts, tensors and nestings of them, and what a stateful loader or dataset says of itself.
+        Raises:
+            ConfigError: no integer, or a stateful loader's state behind this batch is not kept any more.
+        """
+        check_integer("loader.position(batch)", batch, 0)
+        epoch = self.iteration if epoch is None else epoch
+        start = self._start
+        if start is not None and (start.position["epoch"], start.batch) == (epoch, batch):
+            return copy.copy(start.position)  # nothing was read since
+        running = self._pass if self._pass is not None and self._pass.epoch == epoch else None
+        dealing = dealing_of(self)
+        return position_of(
+            dealing,
+            running,
+            epoch=epoch,
+            batch=batch,
+            generators=self.generators,
+            seeds=self.seeds,
+            sampler_seeds=[sampler.seed for sampler in seeded_samplers(self.loader)],
+            state=self._state_behind(batch, running) if goes_on_by_state(self.loader) else None,
+            is_whole=self._has_whole_state(),
+            is_over=running is not None and self._is_over(batch, running, dealing.kind),
+        )
+
+    def resume(self, position: Mapping[str, Any], *, whole: bool = False) -> list[str]:
+        """Go on behind a position in the next pass; later passes are whole. Local.
+
+        Batches of another size and another number of processes go on behind the samples that were seen, in the global
+        order, so that each one left is seen once. What the random numbers come from is that of the position.
+
+        Args:
+            position: what `position` gave, on this process or, if there were fewer, on the main one.
+            whole: give the position's pass from its beginning; the user skips what is done.
+        Returns:
+            Sentences on why the data can't be equal bit for bit to that of a run which was never stopped.
+        Raises:
+            ConfigError: it is no position, or that of another kind of loader.
+            DataError: this loader can't go on there.
+        """
+        by_state = goes_on_by_state(self.loader)
+        start, inexact = start_of(position, dealing_of(self), by_state=by_state, is_whole=self._has_whole_state())
+        if whole:
+            start = start.whole_pass()
+        inexact += self._take_seeds(start.position)
+        self._start, self._pass, self._rest = None, None, None
+        self.set_epoch(start.position["epoch"])
+        if start.batch and start.state is None and start.origin.count:
+            self._rest_behind(start.origin)  # what can't be done is known now
+        self._start = start
+        return inexact
+
+    def _take_seeds(self, position: Position) -> list[str]:
+        """Take over what the random numbers come from. Returns why they can't be equal."""
+        inexact = []
+        samplers = seeded_samplers(self.loader)
+        if len(samplers) == len(position["sampler_seeds"]):
+            for sampler, seed in zip(samplers, position["sampler_seeds"], strict=True):
+                sampler.seed = seed
+        else:
+            inexact.append("the loader shuffles in another way than before, so that the order of samples is another")
+        if len(self.generators) != len(position["generators"]):
+            inexact.append("samplers had other generators, so that the order of samples may be another")
+        by_batch = self.seeds is not None and self.seeds.by_batch
+        if by_batch != (position["seed"] is not None):
+            inexact.append(f"seed_batches was {not by_batch} and is {by_batch}, so that the data draws other numbers")
+        elif self.seeds is not None and position["seed"] is not None:
+            self.seeds.seed = position["seed"]
+        return inexact
+
+    def _begin(self, lookahead: int) -> Iterator[Any]:
+        """The base of every way to iterate: the items of the wrapped loader, `Counted` where it counts samples."""
+        start = self._start
+        if start is not None and start.position["is_over"]:
+            return iter(())  # the next pass begins as it would have
+        self._start = self._rest = None
+        generators = self.generators
+        if start is not None and len(start.position["generators"]) == len(generators):
+            for generator, state in zip(generators, start.position["generators"], strict=True):
+                generator.set_state(state)
+        states = [generator.get_state() for generator in generators]
+        running = Pass(self.iteration, states)
+        if start is not None:
+            running.first, running.origin = start.batch, start.origin
+        keeps_states = is_stateful(self.loader) or goes_on_by_state(self.loader)
+        if keeps_states:
+            state = self._state_between_passes() if start is None else start.state
+            running.states[running.first] = state
+            running.state_before = state if start is None else start.position["state_before"]
+        self._pass = running
+        for generator in self.shared_generators:
+            synchronize_rng_state("generator", generator)
+        iterator = self._apart(start)
+        # A pass that skips is read from a copy of the loader, and the loader itself is nowhere then.
+        is_copy = start is not None and start.state is None and (self._rest or reads_by_index(self.loader))
+        return self._noted(iterator, running, lookahead) if keeps_states and not is_copy else iterator
+
+    def _apart(self, start: Start | None) -> Iterator[Any]:
+        if start is None or not start.was_begun:
+            return self._drawn(start)
+        with preserved_random_state(torch.device("cpu")):
+            return self._drawn(start)
+
+    def _drawn(self, start: Start | None) -> Iterator[Any]:
+        seeds = self.seeds
+        if seeds is None:
+            return self._opened(start)
+        seeds.keep_pace()
+        if not self.reads_apart:
+            return self._opened(start)
+        return apart(lambda: self._opened(start), seeds.of("begin", seeds.process_index))
+
+    def _opened(self, start: Start | None) -> Iterator[Any]:
+        """The items of a pass, from where it begins."""
+        if start is None:
+            return batches_from(self.loader, self.skip_batches)
+        if start.state is None:
+            origin = start.origin
+            loader = self._rest_behind(origin) if origin.count else self.loader
+            return batches_from(loader, start.batch - origin.batch + (0 if origin.count else self.skip_batches))
+        if start.batch and isinstance(self.loader, DispatchedLoader):
+            self.loader.keep_first_round(start.position["state_before"])
+        put_state(self.loader, start.state)
+        iterator = iter(self.loader)
+        if start.batch:
+            return iterator
+        # What is saved at the end of a pass may say that there is nothing left.
+        first = next(iterator, _END)
+        return iter(self.loader) if first is _END else chain([first], iterator)
+
+    def _rest_behind(self, origin: Origin) -> Any:
+        rest = rest_of(self.loader, origin.unit, origin.count, origin.batch)
+        dealer = None if self.dealer is None else dealer_of(rest)
+        self._rest = LoaderAround(rest, self.num_processes, self.dealer if dealer is None else dealer)
+        return rest
+
+    @property
+    def _read(self) -> LoaderAround:
+        """What the running pass reads."""
+        return self if self._rest is None else self._rest
+
+    def _noted(self, iterator: Iterator[Any], running: Pass, lookahead: int) -> Iterator[Any]:
+        """The items, the loader's state being kept behind each that its user may still have to hand."""
+        batch = running.first
+        for item in iterator:
+            batch += 1
+            running.note(batch, state_of(self.loader), lookahead + 3)
+            yield item
+        running.states[batch] = state_of(self.loader)  # behind the last batch the pass is over
+        running.has_ended = True
+
+    def _is_over(self, batch: int, running: Pass, kind: str) -> bool:
+        if running.has_ended:
+            return batch == max(running.states)
+        return batch > 0 and kind == "indices" and batch == self.pass_length
+
+    def _state_behind(self, batch: int, running: Pass | None) -> Any:
+        state = self._state_between_passes() if running is None else self._kept_state(batch, running)
+        return state if tells_place(state) else None
+
+    def _kept_state(self, batch: int, running: Pass) -> Any:
+        if batch not in running.states:
+            raise ConfigError(
+                f"the state of the {type(self.loader).__name__} behind batch {batch} is not known: it is kept for "
+                f"{sorted(running.states)}. Ask before more is read; a pass that was resumed by skipping has none."
+            )
+        return running.states[batch]
+
+    def _state_between_passes(self) -> Any:
+        before = self._pass
+        if before is None or not (before.has_ended or not is_stateful(self.loader)):
+            return None  # a loader that was left in the middle begins anew by itself
+        return state_of(self.loader)
+
+    def _has_whole_state(self) -> bool:
+        return self.dealer is None or isinstance(self.dealer, DispatchedLoader)

@@ -1,0 +1,20 @@
+"""A process that is killed while it saves leaves whole checkpoints, and what it had said to be saved is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).with_name("killing_script.py")
+
+
+def test_b29_kills_at_random_moments_leave_whole_checkpoints(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder), "16"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.fullmatch(r"kills 16, newest step (\d+), leftovers 0\n", done.stdout)
+    assert found is not None and int(found[1]) >= 16, done.stdout

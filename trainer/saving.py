@@ -1,0 +1,106 @@
+"""`RunSaving`: the part of a Trainer that saves weights and states, of the run that goes on or of the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from ..checkpoint.reading import open_checkpoint
+from ..checkpoint.weights import save_weights, weights_file
+from ..distributed.errors import ConfigError
+from ..strategies.precision import Precision
+from .readings import RunReadings
+from .resume import read_resume_from
+from .saves import read_request, save_now
+from .showing import showing_weights
+
+EXACTNESS = (
+    "precision", "compile", "accumulate", "accumulate_across_epochs", "clip_norm", "clip_value", "limit_batches",
+    "overfit_batches", "seed", "deterministic",
+)  # fmt: skip
+"""The arguments on which the numbers of a training depend."""
+
+
+class RunSaving(RunReadings):
+    """What a Trainer writes of a run when it is asked to."""
+
+    config: dict[str, Any]
+    """The Trainer's arguments."""
+    _next_resume: str | Path | None = None
+    """What `load_state` was given."""
+
+    def save_model(self, path: str | Path) -> Path:
+        """Write the task's weights as safetensors, whole or not at all. Local: the main process writes, others don't.
+
+        A process that reads the file waits for it first: `trainer.process.wait_for_everyone()`, on all of them. Inside
+        `fit`, where a callback averages the weights, these are the averages.
+
+        Args:
+            path: of the file, or of a folder that gets `model.safetensors`.
+        Returns:
+            The file's path.
+        """
+        if not self.process.is_main_process:
+            return weights_file(path)
+        with nullcontext() if self._run is None else showing_weights(self._run):
+            return save_weights(self.unwrapped_model(), path)
+
+    def save_state(
+        self, path: str | Path, *, scores: Sequence[Mapping[str, Any]] = (), asynchronous: bool | None = None
+    ) -> Path:
+        """Keep the whole state of the training in a checkpoint, from which `fit(resume_from=path)` goes on. Collective.
+
+        Inside `fit` it is written at the end of the running step boundary, when everything that is due there is done;
+        `on_saved` tells that it is whole. Where an exception is ending the run, and after `fit`, it is written at once.
+
+        Args:
+            path: the folder that it becomes, which must not exist.
+            scores: values of metrics that these weights reached, by which `resume_from="best"` chooses: mappings with
+                `"name"`, `"mode"` (`"min"` or `"max"`) and `"value"`.
+            asynchronous: copy the state and write it in the background. None: unless the device is the CPU.
+        Returns:
+            The path.
+        Raises:
+            ConfigError: no training has begun, or an argument can't be used.
+            CheckpointError: it can't be written.
+        """
+        request = read_request(path, scores, asynchronous)
+        run = self._run or self._newest_fit
+        if run is None or run.training is None:
+            raise ConfigError("trainer.save_state without a training. Call fit first, or save_model for the weights.")
+        if run is not self._run or run.error is not None:
+            return save_now(run, run.training, request)
+        run.saves.requests.append(request)
+        return request.path
+
+    def withdraw_save(self, path: str | Path) -> bool:
+        """Take back a checkpoint that `save_state` was asked for. Collective.
+
+        Returns:
+            Whether that was still possible: it is not once the boundary is over at which it is written.
+        """
+        return self._run is not None and self._run.saves.withdraw(Path(path))
+
+    def load_state(self, path: str | Path) -> None:
+        """Let the next `fit` go on from a checkpoint, as `fit(resume_from=path)` does. Local.
+
+        Raises:
+            CheckpointError: there is none at the path, or it is damaged.
+        """
+        wanted = read_resume_from(path)
+        if isinstance(wanted, Path):
+            open_checkpoint(wanted)
+        self._next_resume = wanted
+
+    def exactness(self) -> dict[str, Any]:
+        """The settings on which the numbers of a training depend, as a checkpoint keeps them."""
+        return {name: _plain(self.config[name]) for name in EXACTNESS}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Precision):
+        return value.name
+    return value if isinstance(value, (str, int, float, bool, NoneType)) else repr(value)
