@@ -3,6 +3,7 @@
 #   make test       the tests that need no GPU and no patience      make test-all   those that take long as well
 #   make lint       ruff, and mypy over the sources                 make types      mypy against the installed wheel
 #   make bench      what a step costs beside the raw loop           make clean      remove all that these made
+#   make soak       kill a training at random moments, resume it, and see that nothing is lost
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -10,7 +11,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 ROOMS  := trainer callbacks trackers inference strategies checkpoint data distributed recipes
 
-.PHONY: demo test test-all lint types links bench clean
+.PHONY: demo test test-all lint types links bench soak clean
 .SECONDARY:
 
 demo: $(VENV)/.installed-recipes
@@ -42,6 +43,11 @@ types: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/overhead.py
+
+# KILLS: how many; 200 take about ten minutes on two cores.
+KILLS ?= 200
+soak: $(VENV)/.installed-recipes
+	$(BIN)/python benchmarks/soak.py --kills $(KILLS)
 
 # mypy sees the rooms under their import names: .dev/loopwright/trainer -> ../../trainer, ...
 links:

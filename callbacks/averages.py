@@ -12,9 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from ..checkpoint.finite import all_finite, nonfinite_names
 from ..checkpoint.names import plain_names
+from ..checkpoint.shards import listed
 from ..distributed.errors import CheckpointError, ConfigError
-
-_MOST_LISTED = 10
 
 
 class Place(NamedTuple):
@@ -134,10 +133,9 @@ class Averages:
         """
         unknown = [name for name in saved if name not in self._places]
         if unknown:
-            more = f" and {len(unknown) - _MOST_LISTED} more" if len(unknown) > _MOST_LISTED else ""
             raise CheckpointError(
                 f"the checkpoint has averages of {self._owner} for weights that {type(self._module).__name__} lacks: "
-                f"{', '.join(unknown[:_MOST_LISTED])}{more}. Resume with the task that was saved, or leave "
+                f"{listed(unknown)}. Resume with the task that was saved, or leave "
                 f"{self._owner} out."
             )
         for name, tensor in saved.items():

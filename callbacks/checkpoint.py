@@ -16,12 +16,12 @@ from .callback import Callback
 from .checkpoint_options import check_options, read_directory, read_file_name
 from .deadline import save_in_time
 from .intervals import Interval, IntervalLike, Schedule
-from .kept_files import SavedFile
+from .kept_checkpoints import SavedCheckpoint
 from .monitor import Mode, Monitor
 from .preemption import grace_left
 from .state_folders import StateFolders
 from .store import Rules, Store
-from .together import of_main_process
+from .together import by_main_process, of_main_process
 from .weight_files import WeightFiles
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class ModelCheckpoint(Callback):
             monitor=self._monitor,
             name=read_file_name(filename, monitor, top_k, save_weights_only),
             # Without a monitor, one unnamed newest file would be the same as `last`.
-            keeps_newest=monitor is None and (filename is not None or top_k != 1 or not last),
+            names_newest=monitor is None and (filename is not None or top_k != 1 or not last),
             asynchronous=asynchronous,
         )
         self._is_active = False
@@ -162,7 +162,7 @@ class ModelCheckpoint(Callback):
         return None if best is None else best.score
 
     @property
-    def kept(self) -> tuple[SavedFile, ...]:
+    def kept(self) -> tuple[SavedCheckpoint, ...]:
         """What is kept, the best or newest first; then the newest, if it is none of the best. Without `last` files."""
         return tuple(self._store.kept.all)
 
@@ -179,7 +179,8 @@ class ModelCheckpoint(Callback):
         if self.restore_best:
             self._check_averages(trainer)
         folder = (self.directory or trainer.run_directory / "checkpoints").absolute()
-        self._open_folder(trainer, folder)
+        # What would fail at the first save fails before training.
+        by_main_process(trainer, lambda: self._claim_folder(trainer, folder), "ModelCheckpoint: its folder")
         others = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint) and each is not self]
         self._store.siblings = [each._store for each in others]
         self._store.begin(trainer, folder, state)
@@ -255,30 +256,17 @@ class ModelCheckpoint(Callback):
         value, accepted = of_main_process(trainer, own, f"ModelCheckpoint: the value of {self.reads[0]}")
         self._store.save_scored(trainer, value, metrics, accepted=accepted)
 
-    def _open_folder(self, trainer: TrainerView, folder: Path) -> None:
-        """Fail before training what would otherwise fail at the first save. Collective.
+    def _claim_folder(self, trainer: TrainerView, folder: Path) -> None:
+        """Claim the folder, unless another callback of this run has it already. Local.
 
         Raises:
-            CheckpointError: on every process: it can't be written to, or another run writes into it.
+            CheckpointError: it can't be written to, or another run writes into it.
         """
-        failure: CheckpointError | None = None
-        if trainer.process.is_main_process:
-            try:
-                self._claim = self._claim_folder(trainer, folder)
-            except CheckpointError as error:
-                failure = error
-        told = of_main_process(trainer, None if failure is None else str(failure), "ModelCheckpoint: its folder")
-        if told is not None:
-            raise failure or CheckpointError(told)
-
-    def _claim_folder(self, trainer: TrainerView, folder: Path) -> FolderClaim | None:
-        """A claim of the folder, None where another callback of this run has it already. Local."""
         try:
             prove_writable(folder)
-            others = [each._claim for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
-            if any(each is not None and os.path.samefile(each.folder, folder) for each in others if folder.exists()):
-                return None
-            return FolderClaim(folder, trainer.run_id)
+            claims = [c._claim for c in trainer.callbacks if isinstance(c, ModelCheckpoint) and c._claim is not None]
+            if not (folder.exists() and any(os.path.samefile(claim.folder, folder) for claim in claims)):
+                self._claim = FolderClaim(folder, trainer.run_id)
         except OSError as error:
             raise CheckpointError(
                 f"ModelCheckpoint can't write to the folder {str(folder)!r}: {error}. Make it writable, or choose "

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ..checkpoint.shards import SUFFIX
 from ..distributed.errors import ConfigError, check_boolean, check_integer
-from .file_names import SUFFIX, FileName
+from .file_names import FileName
 from .state_folders import STEP_NAME
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..distributed.errors import CheckpointError
+from ..checkpoint.shards import SUFFIX
 from ..distributed.paths import free_path
 from ..distributed.units import size_bytes
-from .file_names import SUFFIX
-from .store import Store
-from .together import of_main_process
+from .store import OWNER, Store
+from .together import by_main_process
 from .weight_files import write_weights
 
 if TYPE_CHECKING:
@@ -40,28 +38,17 @@ def save_in_time(trainer: TrainerView, store: Store, left: float) -> None:
         CheckpointError: on every process: the weights can't be written.
     """
     store.withdraw(trainer, scored=True)
-    is_main = trainer.process.is_main_process
-    told: dict[str, str | bool] = {}
-    if is_main:
-        try:
-            told = _decide(trainer, store, left)
-        except CheckpointError as error:
-            told = {"error": str(error)}
-    told = of_main_process(trainer, told, "ModelCheckpoint: what there is time for")
-    if "error" in told:
-        raise CheckpointError(str(told["error"]))
-    if told["fits"]:
-        if is_main and "weights" in told:
-            store.stopgap = Path(str(told["weights"]))
+    if by_main_process(trainer, lambda: _fits(trainer, store, left), f"{OWNER}: what there is time for"):
         store.save_newest(trainer)
 
 
-def _decide(trainer: TrainerView, store: Store, left: float) -> dict[str, str | bool]:
+def _fits(trainer: TrainerView, store: Store, left: float) -> bool:
+    """Whether there is time to save all. Saves the weights where there is not, or where that has to be measured."""
     seconds = trainer.save_seconds
     if seconds is not None and seconds * MARGIN < left:
-        return {"fits": True}
+        return True
     if not store.has_finite_weights(trainer):
-        return {"fits": False}
+        return False
     path = free_path(store.folder / f"step={trainer.state.step:06d}-weights{SUFFIX}", mark="-v")
     began = time.monotonic()
     write_weights(trainer, path)
@@ -69,7 +56,8 @@ def _decide(trainer: TrainerView, store: Store, left: float) -> dict[str, str | 
     if seconds is None:
         seconds = taken * _times_the_weights(trainer)
         if seconds * MARGIN < left - taken:
-            return {"fits": True, "weights": str(path)}
+            store.stopgap = path
+            return True
     logger.warning(
         "%s: %.1f s were left, and a whole checkpoint takes %.1f s: the weights alone are in %s. A run can go on from "
         "the newest earlier checkpoint.",
@@ -78,7 +66,7 @@ def _decide(trainer: TrainerView, store: Store, left: float) -> dict[str, str | 
         seconds,
         path,
     )
-    return {"fits": False}
+    return False
 
 
 def _times_the_weights(trainer: TrainerView) -> float:

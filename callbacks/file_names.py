@@ -6,10 +6,9 @@ import re
 import string
 from collections.abc import Mapping
 
+from ..checkpoint.shards import SUFFIX
 from ..distributed.errors import ConfigError, MetricError, suggest
 from .state import COUNTERS, RunState
-
-SUFFIX = ".safetensors"
 
 
 class FileName:

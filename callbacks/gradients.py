@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -65,10 +65,11 @@ class GradientMonitor(Callback):
         self.per_parameter = per_parameter
         self._names: dict[int, str] = {}
         self._newest: dict[str, Tensor] = {}
+        self._restored: dict[str, Tensor] = {}
 
     def on_fit_start(self, trainer: TrainerView, task: TaskView) -> None:
         self._names = {id(parameter): name for name, parameter in task.named_parameters()}
-        self._newest = {}
+        self._newest, self._restored = self._restored, {}
 
     def on_before_step(self, trainer: TrainerView, task: TaskView, optimizer: Optimizer) -> None:
         step = trainer.state.step + 1  # the one that these gradients will make
@@ -78,6 +79,13 @@ class GradientMonitor(Callback):
     def on_log(self, trainer: TrainerView, task: TaskView, metrics: dict[str, float], step: int) -> None:
         metrics.update(to_numbers(self._newest))
         self._newest = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"newest": dict(self._newest)} if self._newest else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Norms that were measured and wait for the next record."""
+        self._restored = state["newest"]
 
     def _total_name(self, trainer: TrainerView, optimizer: Optimizer) -> str:
         if len(trainer.optimizers) == 1:

@@ -45,6 +45,7 @@ class LearningRateMonitor(Callback):
         self._prefixes: list[str] = []  # of each optimizer
         self._had_one_group: list[bool] = []
         self._last_step: int | None = None
+        self._restored: dict[str, Any] | None = None
 
     def on_fit_start(self, trainer: TrainerView, task: TaskView) -> None:
         """Settle the names.
@@ -60,6 +61,9 @@ class LearningRateMonitor(Callback):
         self._prefixes = _prefixes(trainer.optimizers)
         self._had_one_group = [len(optimizer.param_groups) == 1 for optimizer in trainer.optimizers]
         self._last_step = None
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            self._had_one_group, self._last_step = restored["had_one_group"], restored["last_step"]
 
     def on_log(self, trainer: TrainerView, task: TaskView, metrics: dict[str, float], step: int) -> None:
         """Add the rates, once per step."""
@@ -76,6 +80,15 @@ class LearningRateMonitor(Callback):
     def on_fit_end(self, trainer: TrainerView, task: TaskView) -> None:
         """Records of a later `validate` or `test` have no learning rate."""
         self._prefixes = []
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self._had_one_group:
+            return {}  # it has seen no run, so that a checkpoint without its state lacks nothing
+        return {"had_one_group": list(self._had_one_group), "last_step": self._last_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep what was saved until the run begins: a step that has its rates gets them in no other record."""
+        self._restored = state
 
     def _named_groups(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, dict[str, Any]]]:
         for prefix, had_one_group, optimizer in zip(self._prefixes, self._had_one_group, optimizers, strict=True):

@@ -42,8 +42,8 @@ class Monitor:
         self.min_delta = float(min_delta)
         self._owner = owner
         self._is_from_validation = False
-        self._has_validated = False
         self._recorded_at: dict[str, int] = {}
+        self._restored_at: dict[str, int] = {}
 
     def is_better(self, value: float, than: float | None) -> bool:
         """Whether `value` is better than another one by more than `min_delta`.
@@ -65,9 +65,8 @@ class Monitor:
         return value > threshold if self.mode == "min" else value < threshold
 
     def start(self) -> None:
-        """A fit begins."""
-        self._has_validated = False
-        self._recorded_at = {}
+        """A fit begins, or goes on."""
+        self._recorded_at, self._restored_at = self._restored_at, {}
 
     def note(self, metrics: Mapping[str, float], step: int) -> None:
         """A record is made: what it holds has new values at this step."""
@@ -81,7 +80,6 @@ class Monitor:
         """The new value at the end of a validation, None if the metric is none of validation."""
         if trainer.error is not None:
             return None
-        self._has_validated = True
         if self.name not in metrics:
             return None
         self._is_from_validation = True
@@ -96,9 +94,9 @@ class Monitor:
         if trainer.error is not None or not trainer.state.epoch_ended or self._is_from_validation:
             return None
         if self.name not in self._recorded_at and self.name not in trainer.metrics:
-            if self._has_validated or not trainer.has_validation:
+            if trainer.has_validated or not trainer.has_validation:
                 raise self._never_logged(trainer, metrics)
-            return None  # validation was not due yet
+            return None  # validation was not due yet, or was cut short
         if self._recorded_at.get(self.name) != trainer.state.step:
             raise MetricError(
                 f"{self._owner}(monitor={self.name!r}): it is logged for single steps, so that the epoch has no value "
@@ -109,11 +107,12 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"is_from_validation": self._is_from_validation}
+        return {"is_from_validation": self._is_from_validation, "recorded_at": dict(self._recorded_at)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
         self._is_from_validation = bool(state["is_from_validation"])
+        self._restored_at = dict(state["recorded_at"])
 
     def _never_logged(self, trainer: TrainerView, metrics: Mapping[str, float]) -> MetricError:
         names = {*metrics, *trainer.metrics} - {"epoch"}

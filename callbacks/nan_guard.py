@@ -77,7 +77,7 @@ class NaNGuard(Callback):
         self.locate = locate
         self.nonfinite_steps = 0
         """Optimizer steps in which a loss or a gradient was not finite."""
-        self._is_restored = False
+        self._restored: dict[str, Any] | None = None
         self._watches_each = True
         self._schedule: Schedule | None = None
         self._first_bad: Tensor | None = None
@@ -88,10 +88,12 @@ class NaNGuard(Callback):
         self._recorded: int | None = None
 
     def on_fit_start(self, trainer: TrainerView, task: TaskView) -> None:
-        if not self._is_restored:
-            self.nonfinite_steps = 0
-        self._is_restored = False
-        self._bad_window, self._recorded, self._first_bad = -1, None, None
+        restored, self._restored = self._restored, None
+        self._bad_window, self._recorded, self._first_bad, self.nonfinite_steps = -1, None, None, 0
+        if restored is not None:
+            self.nonfinite_steps, self._recorded = restored["nonfinite_steps"], restored["recorded"]
+            first_bad = restored["first_bad"]
+            self._first_bad = None if first_bad is None else first_bad.to(trainer.device)
         is_cheap = trainer.device.type == "cpu" or self.policy == "skip"
         self._watches_each = is_cheap if self.interval is None else _is_each_step(self.interval)
         self._schedule = Schedule(
@@ -101,7 +103,7 @@ class NaNGuard(Callback):
 
     def on_batch_start(self, trainer: TrainerView, task: TaskView, batch: Any, batch_idx: int) -> None:
         self._batch, self._batch_idx = batch, batch_idx
-        self._buffers.keep(_window(trainer))
+        self._buffers.keep(trainer.window_start)
 
     def on_before_backward(self, trainer: TrainerView, task: TaskView, loss: Tensor) -> None:
         if not self._watches_each:
@@ -110,7 +112,7 @@ class NaNGuard(Callback):
             self._act(trainer, task, f"the loss is {value:g}")
 
     def on_before_step(self, trainer: TrainerView, task: TaskView, optimizer: Optimizer) -> None:
-        if self._bad_window == _window(trainer):
+        if self._bad_window == trainer.window_start:
             raise NonFiniteSkip
         if not self._watches_each:
             return
@@ -128,6 +130,9 @@ class NaNGuard(Callback):
             self._buffers.put_back()
 
     def on_epoch_end(self, trainer: TrainerView, task: TaskView, metrics: dict[str, float]) -> None:
+        if trainer.window_start == trainer.state.micro_step:  # no window is carried on: one that was cut is dropped
+            self._bad_window = -1
+            self._buffers.forget()
         if trainer.error is None:
             self._look_back(trainer, task)
 
@@ -148,8 +153,8 @@ class NaNGuard(Callback):
         self._act(trainer, task, "the loss was not finite", late_step=step)
 
     def _act(self, trainer: TrainerView, task: TaskView, what: str, late_step: int | None = None) -> NoReturn:
-        is_known = self._bad_window == _window(trainer)
-        self._bad_window = _window(trainer)
+        is_known = self._bad_window == trainer.window_start
+        self._bad_window = trainer.window_start
         if is_known:  # another micro-batch of a window that is dropped already
             raise NonFiniteSkip
         self.nonfinite_steps += 1
@@ -170,18 +175,17 @@ class NaNGuard(Callback):
         raise NonFiniteSkip
 
     def state_dict(self) -> dict[str, Any]:
-        return {"nonfinite_steps": self.nonfinite_steps}
+        # What is watched on the device and was not read yet is for the leg that goes on.
+        return {
+            "nonfinite_steps": self.nonfinite_steps,
+            "recorded": self._recorded,
+            "first_bad": self._first_bad,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep what was saved until the run begins, which knows the device."""
         self.nonfinite_steps = state["nonfinite_steps"]
-        self._is_restored = True
-
-
-def _window(trainer: TrainerView) -> int:
-    """A number of the accumulation window that is open."""
-    if trainer.window_size == 1:
-        return trainer.state.micro_step
-    return trainer.state.step + trainer.state.skipped_steps
+        self._restored = state
 
 
 def _is_each_step(interval: Interval) -> bool:

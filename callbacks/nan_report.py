@@ -52,6 +52,10 @@ class Buffers:
             buffers = [module._buffers[name] for module, name in self._places]
             self._kept = [(buffer, buffer.detach().clone()) for buffer in buffers]
 
+    def forget(self) -> None:
+        """The window is over, or was dropped: whatever comes next is a new one."""
+        self._window = -1
+
     @torch.no_grad()
     def put_back(self) -> None:
         """Make them what they were when the window began."""

@@ -13,9 +13,9 @@ from ..checkpoint.finding import find_checkpoints
 from ..checkpoint.reading import open_checkpoint
 from ..distributed.errors import CheckpointError
 from .file_names import FileName
-from .kept_files import SavedFile
+from .kept_checkpoints import SavedCheckpoint
 from .store import OWNER, Rules, Store, entries_of
-from .together import of_main_process
+from .together import by_main_process
 
 if TYPE_CHECKING:
     from .view import TrainerView
@@ -38,23 +38,18 @@ class StateFolders(Store):
 
     def __init__(self, rules: Rules) -> None:
         super().__init__(rules, "", keeps_newest=rules.last)
-        self._asked: dict[Path, SavedFile] = {}
+        self._asked: dict[Path, SavedCheckpoint] = {}
         """Those that the Trainer was asked for and that are not whole yet, in their order."""
         self._step_name = FileName(STEP_NAME, metrics_allowed=False, option=OWNER, suffix="")
-        self._last_step = 0
 
     @property
     def last_path(self) -> Path | None:
         kept = self.kept.all
-        return max(kept, key=lambda file: file.step).path if kept else None
+        return max(kept, key=lambda each: each.step).path if kept else None
 
     @property
     def asked(self) -> set[Path]:
         return set(self._asked)
-
-    def begin(self, trainer: TrainerView, folder: Path, state: Mapping[str, Any] | None) -> None:
-        super().begin(trainer, folder, state)
-        self._last_step = trainer.state.step
 
     def save_newest(self, trainer: TrainerView) -> None:
         paces = self.rules.last or self.rules.monitor is None
@@ -68,8 +63,8 @@ class StateFolders(Store):
         elif not self._ask_again(trainer, score, metrics):
             self._score_saved(trainer, score, accepted=accepted)
 
-    def withdraw(self, trainer: TrainerView, *, scored: bool) -> SavedFile | None:
-        found: SavedFile | None = None
+    def withdraw(self, trainer: TrainerView, *, scored: bool) -> SavedCheckpoint | None:
+        found: SavedCheckpoint | None = None
         for saved in list(self._asked.values()):
             if (scored or saved.score is None) and trainer.withdraw_save(saved.path):
                 found = self._asked.pop(saved.path)
@@ -102,14 +97,15 @@ class StateFolders(Store):
         earlier = self.withdraw(trainer, scored=is_failing)
         if score is None and earlier is not None and earlier.step == step:
             score = earlier.score
-        told: str | None = None
-        if trainer.process.is_main_process and self.has_finite_weights(trainer):
-            told = str(self._free_path(trainer, score, metrics))
-        told = of_main_process(trainer, told, f"{OWNER}: naming a checkpoint")
+
+        def name() -> str | None:
+            return str(self._free_path(trainer, score, metrics)) if self.has_finite_weights(trainer) else None
+
+        told = by_main_process(trainer, name, f"{OWNER}: naming a checkpoint")
         if told is None:
             return
         path = Path(told)
-        self._asked[path] = SavedFile(path, step, score)
+        self._asked[path] = SavedCheckpoint(path, step, score)
         self._last_step = step
         trainer.save_state(path, scores=self._scores(score), asynchronous=self.rules.asynchronous)
 
@@ -136,9 +132,9 @@ class StateFolders(Store):
             self.stopgap.unlink(missing_ok=True)
             self.stopgap = None
 
-    def _drop(self, trainer: TrainerView, files: list[SavedFile]) -> None:
-        for file in files:
-            self._remove(trainer, file.path)
+    def _drop(self, trainer: TrainerView, dropped: list[SavedCheckpoint]) -> None:
+        for each in dropped:
+            self._remove(trainer, each.path)
 
     def _remove(self, trainer: TrainerView, path: Path) -> None:
         unlinks = trainer.process.is_main_process and _is_of(path, trainer.run_id)
@@ -147,23 +143,23 @@ class StateFolders(Store):
     def state_dict(self) -> dict[str, Any]:
         """As it will be when all that was asked for is whole, so that it fits the checkpoint which it is saved in."""
         kept = self.kept.copy()
-        dropped = [file.path for saved in self._asked.values() for file in kept.add(saved)]
+        dropped = [each.path for saved in self._asked.values() for each in kept.add(saved)]
         return super().state_dict() | {
-            "kept": entries_of(sorted(kept.all, key=lambda file: file.step)),
+            "kept": entries_of(sorted(kept.all, key=lambda each: each.step)),
             "dropped": [str(path) for path in dropped if path in self._asked or self.own.has(path, self.folder)],
         }
 
     def _take_back(self, trainer: TrainerView, state: Mapping[str, Any]) -> None:
-        self.take_back_kept(trainer, state)
-        for path in self.find(trainer, state, state["dropped"]):
+        self._take_back_kept(trainer, state)
+        for path in self._find(trainer, state, state["dropped"]):
             if path is not None:  # the run ended between the commit of a checkpoint and the removal of another
-                self.take_over(path)
+                self._take_over(path)
                 self._remove(trainer, path)
         if trainer.process.is_main_process and self._is_own_run:
-            _warn_of_later(trainer, self.folder, {file.path for file in self.kept.all})
+            _warn_of_later(trainer, self.folder, {each.path for each in self.kept.all})
 
 
-def _is_whole(saved: SavedFile) -> bool:
+def _is_whole(saved: SavedCheckpoint) -> bool:
     """Whether a checkpoint is what it says. Where it is not, nothing may be removed for its sake. Local."""
     try:
         manifest = open_checkpoint(saved.path, verify="sizes").manifest

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.finite import find_nonfinite_weight
 from .file_names import FileName
-from .kept_files import KeptFiles, SavedFile
+from .kept_checkpoints import KeptCheckpoints, SavedCheckpoint
 from .monitor import Monitor
 from .own_files import OwnFiles
-from .together import of_main_process
+from .together import by_main_process
 
 if TYPE_CHECKING:
     from .view import TrainerView
@@ -33,8 +33,8 @@ class Rules:
     monitor: Monitor | None
     name: FileName
     """Of each checkpoint."""
-    keeps_newest: bool
-    """Whether the newest are kept by name beside `last`, in files of weights."""
+    names_newest: bool
+    """Whether files of weights of the newest have names of their own, beside `last`."""
     asynchronous: bool | None
     """Whether whole states are written in the background; None: as the Trainer does by itself."""
 
@@ -50,17 +50,21 @@ class Store(ABC):
 
     kind: str
     """The name of this kind, in what a checkpoint keeps of the callback."""
+    sees_end: bool
+    """Whether the newest state is saved where the run ends in order, by `on_stop`, and not by `on_fit_end`."""
 
     def __init__(self, rules: Rules, suffix: str, *, keeps_newest: bool) -> None:
         self.rules = rules
         self.folder = Path()
         """Where it writes."""
-        self.kept = KeptFiles(rules.top_k, rules.monitor, keeps_newest=keeps_newest)
+        self.kept = KeptCheckpoints(rules.top_k, rules.monitor, keeps_newest=keeps_newest)
         self.own = OwnFiles(OWNER, suffix)
         self.siblings: Sequence[Store] = ()
         """Those of the run's other callbacks, which may write into the same folder."""
         self.stopgap: Path | None = None
         """Weights that were saved in a hurry: they go when a whole state is there."""
+        self._last_step = 0
+        """Where the newest was saved or asked for, or this leg began: there is nothing newer to save."""
         self._run_id = ""
         self._is_own_run = False
         self._has_warned = False
@@ -74,11 +78,6 @@ class Store(ABC):
     @abstractmethod
     def last_path(self) -> Path | None:
         """The newest checkpoint, where one stays."""
-
-    @property
-    @abstractmethod
-    def sees_end(self) -> bool:
-        """Whether the newest state is saved where the run ends in order, by `on_stop`, and not by `on_fit_end`."""
 
     @abstractmethod
     def save_newest(self, trainer: TrainerView) -> None:
@@ -117,11 +116,12 @@ class Store(ABC):
         if state is not None:
             self._is_own_run = state["run"] == trainer.run_id
             self._take_back(trainer, state)
+        self._last_step = trainer.state.step
 
     def on_saved(self, trainer: TrainerView, path: Path) -> None:
         """Take in a checkpoint that the Trainer has written, if it was asked for here. Local."""
 
-    def withdraw(self, trainer: TrainerView, *, scored: bool) -> SavedFile | None:
+    def withdraw(self, trainer: TrainerView, *, scored: bool) -> SavedCheckpoint | None:
         """Take back what was asked for and is not being written. Collective.
 
         Args:
@@ -140,30 +140,33 @@ class Store(ABC):
     def _take_back(self, trainer: TrainerView, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave, as far as it is on the disk."""
 
-    def find(self, trainer: TrainerView, state: Mapping[str, Any], texts: Sequence[str]) -> list[Path | None]:
+    def _find(self, trainer: TrainerView, state: Mapping[str, Any], texts: Sequence[str]) -> list[Path | None]:
         """Where checkpoints of an earlier leg are now, None for those that are gone: the folder may have moved.
         Collective.
         """
-        found: list[str | None] = []
-        for text in texts if trainer.process.is_main_process else ():
-            path = Path(text)
-            moved = self.folder / path.name if str(path.parent) == state["folder"] else path
-            found.append(next((str(each) for each in (path, moved) if each.exists()), None))
-        told = of_main_process(trainer, found, f"{OWNER}: what is left of the earlier leg")
+
+        def look() -> list[str | None]:
+            found: list[str | None] = []
+            for path in map(Path, texts):
+                moved = self.folder / path.name if str(path.parent) == state["folder"] else path
+                found.append(next((str(each) for each in (path, moved) if each.exists()), None))
+            return found
+
+        told = by_main_process(trainer, look, f"{OWNER}: what is left of the earlier leg")
         return [None if text is None else Path(text) for text in told]
 
-    def take_back_kept(self, trainer: TrainerView, state: Mapping[str, Any]) -> None:
+    def _take_back_kept(self, trainer: TrainerView, state: Mapping[str, Any]) -> None:
         """Take back the list, as far as its files exist; warn of those that don't. Collective."""
         entries = state["kept"]
-        paths = self.find(trainer, state, [each["path"] for each in entries])
+        paths = self._find(trainer, state, [each["path"] for each in entries])
         for entry, path in zip(entries, paths, strict=True):
             if path is not None:
-                self.kept.add(SavedFile(path, entry["step"], entry["score"]))
-                self.take_over(path)
+                self.kept.add(SavedCheckpoint(path, entry["step"], entry["score"]))
+                self._take_over(path)
             elif trainer.process.is_main_process:
                 warnings.warn(f"{OWNER}: {entry['path']!r} of step {entry['step']} is gone.", stacklevel=2)
 
-    def take_over(self, path: Path) -> None:
+    def _take_over(self, path: Path) -> None:
         """Know that this run wrote it, if it did."""
         if self._is_own_run:
             self.own.paths.add(path)
@@ -181,6 +184,6 @@ class Store(ABC):
         return bad is None
 
 
-def entries_of(files: Sequence[SavedFile]) -> list[dict[str, Any]]:
+def entries_of(saved: Sequence[SavedCheckpoint]) -> list[dict[str, Any]]:
     """A list of checkpoints as plain values."""
-    return [{"path": str(file.path), "step": file.step, "score": file.score} for file in files]
+    return [{"path": str(each.path), "step": each.step, "score": each.score} for each in saved]

@@ -114,6 +114,11 @@ class TrainerView(Protocol):
         ...
 
     @property
+    def has_validated(self) -> bool:
+        """Whether a validation inside the training was finished."""
+        ...
+
+    @property
     def data_wait_seconds(self) -> float:
         """Time that the training has spent waiting for data."""
         ...
@@ -125,6 +130,11 @@ class TrainerView(Protocol):
     @property
     def window_size(self) -> int:
         """Micro-batches per optimizer step."""
+        ...
+
+    @property
+    def window_start(self) -> int:
+        """The micro-step at which the open accumulation window began; between windows the next one."""
         ...
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -146,7 +156,9 @@ class TrainerView(Protocol):
         ...
 
     def save_model(self, path: str | Path) -> Path:
-        """Write the model's weights as safetensors, whole or not at all. Local: only the main process writes."""
+        """Write the model's weights as safetensors, whole or not at all, on the main process. Collective where each
+        process has a part of them.
+        """
         ...
 
     def save_state(

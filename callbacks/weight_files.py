@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-
+from ..checkpoint.shards import SUFFIX
 from ..distributed.errors import CheckpointError
-from .file_names import SUFFIX
-from .kept_files import SavedFile
+from .kept_checkpoints import SavedCheckpoint
 from .store import OWNER, Rules, Store, entries_of
-from .together import of_main_process
+from .together import by_main_process
 
 if TYPE_CHECKING:
     from .view import TrainerView
@@ -33,15 +31,10 @@ class WeightFiles(Store):
     def __init__(self, rules: Rules) -> None:
         super().__init__(rules, SUFFIX, keeps_newest=False)
         self._last_path: Path | None = None
-        self._last_step = 0
 
     @property
     def last_path(self) -> Path | None:
         return self._last_path
-
-    def begin(self, trainer: TrainerView, folder: Path, state: Mapping[str, Any] | None) -> None:
-        super().begin(trainer, folder, state)
-        self._last_step = trainer.state.step
 
     def save_newest(self, trainer: TrainerView) -> None:
         self._save_named(trainer)
@@ -65,18 +58,18 @@ class WeightFiles(Store):
             self._last_path, self._last_step = path, step
 
     def _save_named(self, trainer: TrainerView) -> None:
-        files = self.kept.files
+        files = self.kept.ranked
         is_new = not files or files[0].step != trainer.state.step
-        if self.rules.keeps_newest and is_new and self.kept.accepts(None):
+        if self.rules.names_newest and is_new and self.kept.accepts(None):
             self._keep(trainer, None, {})
 
     def _keep(self, trainer: TrainerView, score: float | None, metrics: Mapping[str, float]) -> None:
-        name, files = self.rules.name.format(trainer.state, metrics), self.kept.files
+        name, files = self.rules.name.format(trainer.state, metrics), self.kept.ranked
         older = files[0].path if self.rules.name.is_fixed and self.rules.top_k == 1 and files else None
         path = self._save(trainer, name, older)
         if path is None:
             return
-        for file in self.kept.add(SavedFile(path, trainer.state.step, score)):
+        for file in self.kept.add(SavedCheckpoint(path, trainer.state.step, score)):
             self.own.remove(file.path, self.folder, unlinks=trainer.process.is_main_process)
 
     def _save(self, trainer: TrainerView, name: str, older: Path | None) -> Path | None:
@@ -87,24 +80,17 @@ class WeightFiles(Store):
         Raises:
             CheckpointError: on every process: the main one could not write.
         """
-        is_main = trainer.process.is_main_process
-        if not is_main and trainer.error is not None:
-            return None  # who fails does not wait for others, and knows nothing of their files
-        failure: CheckpointError | None = None
-        told: dict[str, str] = {}
-        if is_main and self.has_finite_weights(trainer):
-            try:
-                path = self._path(name, older)
-                write_weights(trainer, path)
-                told = {"path": str(path)}
-            except CheckpointError as error:
-                failure, told = error, {"error": str(error)}
-        told = of_main_process(trainer, told, f"{OWNER}: writing {name}")
-        if "error" in told:
-            raise failure or CheckpointError(told["error"])
-        if "path" not in told:
+
+        def choose() -> str | None:
+            return str(self._path(name, older)) if self.has_finite_weights(trainer) else None
+
+        told = by_main_process(trainer, choose, f"{OWNER}: choosing the file {name}")
+        if told is None:
             return None
-        path = Path(told["path"])
+        path = Path(told)
+        if not trainer.process.is_main_process:
+            trainer.save_model(path)  # writes nothing, and gives its part of the weights where it has one
+        by_main_process(trainer, lambda: write_weights(trainer, path), f"{OWNER}: writing {name}")
         self.own.paths.add(path)
         return path
 
@@ -116,16 +102,16 @@ class WeightFiles(Store):
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {
-            "kept": entries_of(self.kept.files),
+            "kept": entries_of(self.kept.ranked),
             "last": None if self._last_path is None else str(self._last_path),
         }
 
     def _take_back(self, trainer: TrainerView, state: Mapping[str, Any]) -> None:
-        self.take_back_kept(trainer, state)
+        self._take_back_kept(trainer, state)
         if state["last"] is not None:
-            self._last_path = self.find(trainer, state, [state["last"]])[0]
+            self._last_path = self._find(trainer, state, [state["last"]])[0]
             if self._last_path is not None:
-                self.take_over(self._last_path)
+                self._take_over(self._last_path)
 
 
 def write_weights(trainer: TrainerView, path: Path) -> None:
@@ -136,7 +122,7 @@ def write_weights(trainer: TrainerView, path: Path) -> None:
     """
     try:
         trainer.save_model(path)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(
             f"{OWNER} could not write {str(path)!r} at step {trainer.state.step}: {error}. What was written before is "
             "whole. Make room there, or choose another folder by directory=."

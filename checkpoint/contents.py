@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..distributed.errors import CheckpointError
 from ..distributed.units import size_bytes
-from .shards import WeightFiles, plan_weights
+from .shards import SUFFIX, WeightFiles, plan_weights
 from .tree import Packed, pack
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -70,7 +70,7 @@ class PackedContents:
         """The names of the files that this process will write."""
         names = []
         for name, tree in self.trees.items():
-            names += [f"{name}.json", f"{name}.safetensors"] if tree.tensors else [f"{name}.json"]
+            names += [f"{name}.json", f"{name}{SUFFIX}"] if tree.tensors else [f"{name}.json"]
         return names + [name for files in self.weights.values() for name in files.names()]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .sharded import fill_part, is_sharded
 from .sources import WeightSource
 
 
@@ -31,7 +32,11 @@ def fill_in_place(
     for name, source in sources.items():
         mine = own.get(name)
         is_plain = type(mine) in (Tensor, nn.Parameter) and name.rpartition(".")[0] in plain_modules
-        if not is_plain or mine is None or saved.shape_of(source) is None:
+        shape = saved.shape_of(source)
+        if is_sharded(mine) and mine is not None and shape == mine.shape:
+            values[name] = mine if name in ties else fill_part(mine, saved[source])
+            continue
+        if not is_plain or mine is None or shape is None:
             values[name] = saved[source]
             continue
         if name in ties:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from ..distributed.errors import CheckpointError, suggest
 from .manifest import FILE_NAME, Facts, read_manifest
-from .reading import Checkpoint, Verify
+from .reading import Checkpoint
 from .shards import listed
 
 
@@ -32,7 +32,6 @@ def find_checkpoints(folder: str | Path) -> list[Checkpoint]:
 def newest(
     folder: str | Path,
     *,
-    verify: Verify = "full",
     kind: Literal["state", "weights"] | None = "state",
     accepts: Callable[[Checkpoint], bool] | None = None,
 ) -> Checkpoint | None:
@@ -42,7 +41,6 @@ def newest(
 
     Args:
         folder: where the checkpoints are; it need not exist.
-        verify: how closely one is looked at, see `open_checkpoint`.
         kind: "state" passes those over that training can't go on from; None takes all.
         accepts: which others are looked at, by what their manifests say; None: all.
     """
@@ -51,10 +49,10 @@ def newest(
         for each in find_checkpoints(folder)
         if kind in (None, each.manifest.kind) and (accepts is None or accepts(each))
     ]
-    return _first_whole(reversed(candidates), verify)
+    return _first_whole(reversed(candidates))
 
 
-def best(folder: str | Path, name: str | None = None, *, verify: Verify = "full") -> Checkpoint | None:
+def best(folder: str | Path, name: str | None = None) -> Checkpoint | None:
     """The checkpoint of a folder with the best score, of those that are whole; None where none has a score. Local.
 
     A score that is NaN is never the best. Of equal scores, the one that was saved first is.
@@ -62,7 +60,6 @@ def best(folder: str | Path, name: str | None = None, *, verify: Verify = "full"
     Args:
         folder: where the checkpoints are; it need not exist.
         name: of the metric; by default the first that the newest checkpoint with scores is judged by.
-        verify: how closely one is looked at, see `open_checkpoint`.
     Raises:
         CheckpointError: there are scores, and none of that name.
     """
@@ -77,7 +74,7 @@ def best(folder: str | Path, name: str | None = None, *, verify: Verify = "full"
     name, mode = named[0]["name"], named[0]["mode"]
     sign = -1.0 if mode == "max" else 1.0
     values = [(sign * value, each) for each in found if (value := _value(each, str(name))) is not None]
-    return _first_whole(iter(each for _, each in sorted(values, key=lambda pair: pair[0])), verify)
+    return _first_whole(each for _, each in sorted(values, key=lambda pair: pair[0]))
 
 
 def is_only_a_checkpoint(folder: Path) -> bool:
@@ -117,9 +114,9 @@ def _entries(folder: Path) -> Iterator[Checkpoint | Exception]:
             yield error
 
 
-def _first_whole(candidates: Iterator[Checkpoint], verify: Verify) -> Checkpoint | None:
+def _first_whole(candidates: Iterable[Checkpoint]) -> Checkpoint | None:
     for each in candidates:
-        damage = each.find_damage(verify)
+        damage = each.find_damage()
         if not damage:
             return each
         warnings.warn(

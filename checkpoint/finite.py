@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from .sharded import local_part
+
 
 def tensor_norms(tensors: Iterable[Tensor], order: float = 2.0) -> list[Tensor]:
     """The norm of each tensor, as scalars on its device, in float32 or wider. Local; reads nothing from the device.
@@ -25,8 +27,11 @@ def tensor_norms(tensors: Iterable[Tensor], order: float = 2.0) -> list[Tensor]:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no element is NaN or infinite. Local; reads one value from each device that holds tensors."""
-    checked = [t for t in tensors if _can_be_nonfinite(t)]
+    """Whether no element is NaN or infinite. Local; reads one value from each device that holds tensors.
+
+    Of a sharded tensor this process's part is looked at.
+    """
+    checked = [t for t in map(local_part, tensors) if _can_be_nonfinite(t)]
     # A finite 2-norm has finite elements only. It is the fast one; finite elements of 1e20 overflow it.
     if all(math.isfinite(norm) for norm in _largest_norms(checked, 2.0)):
         return True
@@ -48,7 +53,7 @@ def find_nonfinite_weight(module: nn.Module) -> str | None:
     others = {name: p for name, p in module.named_parameters() if not p.requires_grad} | dict(module.named_buffers())
     if all_finite([*trained.values(), *others.values()]):
         return None
-    bad = nonfinite_names(trained) or [name for name, tensor in others.items() if bool(tensor.isnan().any())]
+    bad = nonfinite_names(trained) or [name for name, p in others.items() if bool(local_part(p).isnan().any())]
     return bad[0] if bad else None
 
 

@@ -13,30 +13,23 @@ class HostCopies:
     """Memory on the host for copies of tensors; one set at a time is in use."""
 
     def __init__(self) -> None:
-        self._memory: list[Tensor] = []
+        self._copies: list[Tensor] = []
 
     def replace(self, groups: list[dict[str, Tensor]]) -> None:
         """Replace all tensors in these mappings by copies, in memory of an earlier call where it fits. Local."""
         devices: set[torch.device] = set()
-        count = 0
-        for group in groups:
-            for name, tensor in group.items():
-                copy = self._room(count, tensor)
-                copy.copy_(tensor.detach(), non_blocking=copy.is_pinned() if tensor.device.type in _PINNED else False)
-                if tensor.device.type in _PINNED:
+        earlier, self._copies = self._copies, []
+        with torch.no_grad():
+            for index, (group, name) in enumerate([(each, name) for each in groups for name in each]):
+                tensor = group[name]
+                is_beside = tensor.device.type in _PINNED
+                copy = earlier[index] if index < len(earlier) else None
+                if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_beside)
+                copy.copy_(tensor, non_blocking=is_beside)
+                if is_beside:
                     devices.add(tensor.device)
                 group[name] = copy
-                count += 1
-        del self._memory[count:]
+                self._copies.append(copy)
         for device in devices:
             torch.get_device_module(device).synchronize(device)
-
-    def _room(self, index: int, tensor: Tensor) -> Tensor:
-        """Contiguous memory for one tensor."""
-        size = tensor.numel() * tensor.element_size()
-        is_pinned = tensor.device.type in _PINNED
-        found = self._memory[index] if index < len(self._memory) else None
-        if found is None or len(found) != size or found.is_pinned() != is_pinned:
-            found = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
-            self._memory[index : index + 1] = [found]
-        return found.view(tensor.dtype).view(tensor.shape)

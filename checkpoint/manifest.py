@@ -34,7 +34,7 @@ class Facts:
     strategy: str = ""
     """The name of the strategy."""
     run: Mapping[str, Any] = field(default_factory=dict)
-    """Of the run that saved it: name, id, task, directory."""
+    """Of the run that saved it: id, name, task; and launch, where a launcher can start it again."""
     parent: Mapping[str, Any] | None = None
     """Of the checkpoint that this run was resumed from, see `lineage.as_parent`; None: it began anew."""
     changes: Sequence[str] = ()

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
+from .entries import why_not_dense
 from .scalars import DTYPES, TAG, dtype_name
 
 # Those that every version of safetensors in use knows; others are stored as bytes.
@@ -19,6 +19,7 @@ _TYPED = {
         *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
     )
 }
+_STORABLE = frozenset(DTYPES.values())
 _ALIGNMENT = 16
 """The largest element of all number formats, in bytes."""
 
@@ -32,6 +33,8 @@ class _Seen(NamedTuple):
     node: dict[str, Any]
     begin: int
     end: int
+    memory: object
+    """What is the same for tensors that may overlap; None for one that has no memory which could be looked at."""
 
     @property
     def layout(self) -> tuple[Any, ...]:
@@ -40,15 +43,11 @@ class _Seen(NamedTuple):
 
 def why_not_storable(tensor: Tensor) -> str | None:
     """Why a tensor can't be stored, None where it can. Local."""
-    if is_lazy(tensor):
-        return "it has no shape yet (a lazy module); run one batch first"
+    if (reason := why_not_dense(tensor)) is not None:
+        return reason
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         return "it is a tensor of a class of its own; convert it to a plain one"
-    if tensor.is_meta:
-        return "it has no values (device meta)"
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return f"it has the layout {tensor.layout}; make it dense"
-    if tensor.dtype not in DTYPES.values():
+    if tensor.dtype not in _STORABLE:
         return f"it has the dtype {tensor.dtype}; dequantise it, or store its integers and scales"
     return None
 
@@ -71,7 +70,8 @@ class TensorCollector:
         earlier = self._by_object.get(id(tensor))
         if earlier is not None:
             return {TAG: "again", "id": earlier.node.setdefault("id", earlier.number)}
-        seen = _Seen(len(self._seen), self._free(name), tensor, {TAG: "tensor"}, *_span(tensor))
+        node = {TAG: "tensor"}
+        seen = _Seen(len(self._seen), self._free(name), tensor, node, *_span(tensor), _memory_of(tensor))
         self._seen.append(seen)
         self._by_object[id(tensor)] = seen
         return seen.node
@@ -94,12 +94,11 @@ class TensorCollector:
 
     def _groups(self) -> list[list[_Seen]]:
         """Those that lie in one piece of memory together, each in the tree's order."""
-        groups = [[seen] for seen in self._seen if _is_apart(seen.tensor)]
+        groups = [[seen] for seen in self._seen if seen.memory is None]
         by_memory: dict[object, list[_Seen]] = {}
         for seen in self._seen:
-            if not _is_apart(seen.tensor):
-                key = (seen.tensor.device, seen.tensor.untyped_storage().data_ptr())
-                by_memory.setdefault(key, []).append(seen)
+            if seen.memory is not None:
+                by_memory.setdefault(seen.memory, []).append(seen)
         for tensors in by_memory.values():
             end = -1
             for seen in sorted(tensors, key=lambda each: each.begin):
@@ -158,13 +157,16 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     if tensor.numel() == 0:
         return 0, 0
     begin = int(tensor.storage_offset()) * tensor.element_size()
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
     last = sum((size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + (last + 1) * tensor.element_size()
 
 
-def _is_apart(tensor: Tensor) -> bool:
-    """Whether a tensor has no memory that could be looked at, or another one than its values."""
-    return tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg() or tensor.untyped_storage().data_ptr() == 0
+def _memory_of(tensor: Tensor) -> object:
+    """Which memory a tensor lies in; None where there is none that could be looked at, or none that has its values."""
+    address = 0 if tensor.is_conj() or tensor.is_neg() or not tensor.numel() else tensor.untyped_storage().data_ptr()
+    return (tensor.device, address) if address else None
 
 
 def _store(group: list[_Seen]) -> Tensor:
@@ -173,10 +175,11 @@ def _store(group: list[_Seen]) -> Tensor:
     tensor = first.tensor.detach()
     for seen in group:
         seen.node["in"] = first.name
+    is_alone, is_typed = len(group) == 1, tensor.dtype in _TYPED
     # A view with gaps is stored without what lies between.
-    is_repacked = len(group) == 1 and (_is_apart(tensor) or _size(tensor) < first.end - first.begin)
-    is_typed = tensor.dtype in _TYPED
-    if is_typed and (is_repacked or (tensor.is_contiguous() and all(seen.layout == first.layout for seen in group))):
+    is_repacked = is_alone and (first.memory is None or tensor.nbytes < first.end - first.begin)
+    is_whole = tensor.is_contiguous() and (is_alone or all(seen.layout == first.layout for seen in group))
+    if is_typed and (is_repacked or is_whole):
         return tensor
     if is_repacked:
         packed = tensor.resolve_conj().resolve_neg().contiguous()
@@ -200,7 +203,3 @@ def _view(tensor: Tensor, begin: int) -> dict[str, Any]:
         "stride": list(tensor.stride()),
         "offset": begin // tensor.element_size(),
     }
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..distributed.errors import CheckpointError
 from .pickled import ENDINGS, INDEX_ENDINGS, PickledWeights
-from .shards import INDEX_SUFFIX, SUFFIX, StoredWeights, listed
+from .shards import INDEX_SUFFIX, SUFFIX, StoredWeights, existing, names_in
 from .sources import WeightSource
 
 _WEIGHTS = re.compile(r"(?:pytorch_)?(model(?:_\d+)?)(?:\.safetensors|\.bin)(?:\.index\.json)?")
@@ -47,13 +47,7 @@ def _open(file: Path) -> WeightSource:
         return PickledWeights(file)
     if file.suffix not in ENDINGS:
         return StoredWeights(file)
-    index = file.with_name(f"{file.name}.index.json")
-    if not file.is_file() and index.is_file():
-        return PickledWeights(index)
-    if not file.is_file():
-        names = sorted(entry.name for entry in file.parent.iterdir()) if file.parent.is_dir() else []
-        raise CheckpointError(f"{str(file)!r} does not exist. In its folder: {listed(names) or 'nothing'}.")
-    return PickledWeights(file)
+    return PickledWeights(existing(file, file.with_name(f"{file.name}.index.json")))
 
 
 def _file_in(folder: Path, base: str) -> Path:
@@ -66,15 +60,14 @@ def _file_in(folder: Path, base: str) -> Path:
 
 
 def _why_none(folder: Path, candidates: tuple[str, ...]) -> str:
-    names = sorted(entry.name for entry in folder.iterdir())
-    if ".metadata" in names:
+    if (folder / ".metadata").exists():
         return (
             "it is a folder of torch.distributed.checkpoint, whose index is a pickle, and that is not opened here. If "
             "you trust it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER weights.pt"
         )
-    if "zero_to_fp32.py" in names:
+    if (folder / "zero_to_fp32.py").exists():
         return (
             "it is a folder of DeepSpeed, whose states are pickles of its own classes. If you trust it, run the script "
             "in it: python zero_to_fp32.py . weights"
         )
-    return f"none of {', '.join(candidates)} is there. In it: {listed(names) or 'nothing'}."
+    return f"none of {', '.join(candidates)} is there. In it: {names_in(folder)}."

@@ -6,17 +6,16 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ..distributed.errors import CheckpointError, suggest
+from ..distributed.errors import CheckpointError
 from .reading import Checkpoint
 from .scalars import TAG
-from .shards import SUFFIX
-from .tensor_file import Place, TensorFile
+from .tensor_file import Place
 
 _LONGEST = 60
 _HIDDEN = {TAG, "base64", "id"}
 
 
-def outline(checkpoint: Checkpoint, name: str) -> Iterator[tuple[str, str]]:
+def outline(checkpoint: Checkpoint, name: str) -> list[tuple[str, str]]:
     """Each value of a state tree by its path: `optimizers[0].state[1].exp_avg`, `tensor float32 (8, 4)`. Local.
 
     It can be shown whatever the tree holds, also classes of enumerations that this program does not have.
@@ -27,17 +26,12 @@ def outline(checkpoint: Checkpoint, name: str) -> Iterator[tuple[str, str]]:
     Raises:
         CheckpointError: there is no such tree, or it can't be read.
     """
-    if name not in checkpoint.tree_names:
-        raise CheckpointError(f"{str(checkpoint.path)!r} has no state {name!r}. {suggest(name, checkpoint.tree_names)}")
-    file = checkpoint.path / f"{name}.json"
+    tree, stored = checkpoint.packed_tree(name)
     try:
-        tree = json.loads(file.read_bytes())
-        has_tensors = f"{name}{SUFFIX}" in checkpoint.manifest.files
-        places = TensorFile(file.with_name(f"{name}{SUFFIX}")).places if has_tensors else {}
-        lines = list(_lines(tree, name, places))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        return list(_lines(tree, name, {} if stored is None else stored.places))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        file = checkpoint.path / f"{name}.json"
         raise CheckpointError(f"{str(file)!r} can't be read: {type(error).__name__}: {error}.") from error
-    return iter(lines)
 
 
 def _lines(node: Any, path: str, places: dict[str, Place]) -> Iterator[tuple[str, str]]:

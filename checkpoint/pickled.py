@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..distributed.errors import CheckpointError
 from .entries import tied_names
-from .shards import listed, shard_files
+from .shards import check_promised, listed, shard_files
 from .sources import WeightSource
 
 ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
@@ -41,9 +41,7 @@ class PickledWeights(WeightSource):
         values: dict[str, Any] = {}
         for file, promised in shard_files(path).items():
             weights, rest = _split(file, read_pickle(file))
-            missing = [name for name in promised if name not in weights]
-            if missing:
-                raise CheckpointError(f"{str(path)!r} says that {file.name} has {listed(missing)}, which it has not.")
+            check_promised(path, file, promised, weights)
             values |= weights
             self.rest |= rest
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}

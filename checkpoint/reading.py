@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..distributed.errors import CheckpointError, suggest
 from .hashing import find_damage
 from .manifest import FILE_NAME, Manifest, read_manifest
-from .shards import INDEX_SUFFIX, SUFFIX, StoredWeights, listed
+from .shards import INDEX_SUFFIX, SUFFIX, StoredWeights, listed, names_in
 from .tensor_file import TensorFile
 from .tree import pack, unpack
 from .weights import LoadReport, load_weights
@@ -64,16 +64,25 @@ class Checkpoint:
         Raises:
             CheckpointError: it has no such tree, or the tree is damaged.
         """
+        values, stored = self.packed_tree(name)
+        existing = {} if into is None else pack(into, name).tensors
+        return unpack(values, {} if stored is None else _read_tensors(stored, existing))
+
+    def packed_tree(self, name: str) -> tuple[Any, TensorFile | None]:
+        """A state tree as it is stored: its JSON, and the file of its tensors, None where it has none.
+
+        Raises:
+            CheckpointError: it has no such tree, or the tree is damaged.
+        """
         if name not in self.tree_names:
             raise CheckpointError(f"{str(self.path)!r} has no state {name!r}. {suggest(name, self.tree_names)}")
         file = self.path / f"{name}.json"
         try:
             values = json.loads(file.read_bytes(), parse_constant=_refuse_constant)
+            has_tensors = f"{name}{SUFFIX}" in self.manifest.files
+            return values, TensorFile(self.path / f"{name}{SUFFIX}") if has_tensors else None
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{str(file)!r} can't be read: {error}.") from error
-        has_tensors = f"{name}{SUFFIX}" in self.manifest.files
-        existing = {} if into is None else pack(into, name).tensors
-        return unpack(values, _read_tensors(self.path / f"{name}{SUFFIX}", existing) if has_tensors else {})
 
     def weights(self, base: str = "model") -> StoredWeights:
         """A model's state dict with plain names, of which each value is read when it is asked for.
@@ -82,7 +91,7 @@ class Checkpoint:
             CheckpointError: it has no such weights, or they are damaged.
         """
         self._check_weights(base)
-        return StoredWeights(self.path, base)
+        return StoredWeights(self.path / f"{base}{SUFFIX}")
 
     def load_weights_into(self, module: nn.Module, base: str = "model", strict: bool = True) -> LoadReport:
         """Copy a model's weights into a module, in place; see `weights.load_weights`.
@@ -129,9 +138,8 @@ def open_checkpoint(path: str | Path, *, verify: Verify = "full") -> Checkpoint:
     return checkpoint
 
 
-def _read_tensors(path: Path, existing: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _read_tensors(stored: TensorFile, existing: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All tensors of a file: each in an existing one of its name, shape and format, or in memory of its own."""
-    stored = TensorFile(path)
     tensors = {}
     for name, place in stored.places.items():
         target = existing.get(name)
@@ -154,12 +162,12 @@ def _what_is_there(folder: Path) -> str:
     if not folder.is_dir():
         kind = "a file" if folder.exists() else "not there"
         remedy = " Weights alone, also those of other libraries, are loaded by load_weights." if folder.exists() else ""
-        beside = sorted(entry.name for entry in folder.parent.iterdir()) if folder.parent.is_dir() else []
-        return f"it is {kind}. Beside it: {listed(beside) or 'nothing'}.{remedy}"
+        return f"it is {kind}. Beside it: {names_in(folder.parent)}.{remedy}"
     names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
-    inside = [name for name in names if (folder / name / FILE_NAME).is_file()]
-    if inside:
-        return f"but it holds some: {listed(inside)}. Name one of them."
+    manifests = [path for depth in ("*", "*/*") for path in sorted(folder.glob(f"{depth}/{FILE_NAME}"))]
+    inside = [path.parent.relative_to(folder).as_posix() for path in manifests]
+    if shown := [name for name in inside if "/." not in f"/{name}"]:
+        return f"it holds some: {listed(shown)}. Name one of them."
     return f"it has no {FILE_NAME}. In it: {listed(names) or 'nothing'}."
 
 

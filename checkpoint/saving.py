@@ -23,6 +23,7 @@ from .hashing import FileEntry, NewFiles
 from .host_copies import HostCopies
 from .manifest import FILE_NAME, Facts, make_manifest, manifest_text
 from .meeting import BackgroundMeeting, ForegroundMeeting, LoneMeeting, Meeting, together
+from .shards import SUFFIX
 from .space import check_space
 from .tensor_file import write_tensors
 
@@ -194,20 +195,25 @@ def _prepare(path: Path, size_bytes: int, meeting: Meeting, replaces: bool = Fal
     """The temporary folder: on the main process what can end it, elsewhere its path."""
     folder: list[PartialFolder] = []
 
-    def act() -> str | None:
+    def act() -> list[str | None]:
         if not meeting.is_main:
-            return None
+            return [str(path), None]
         check_space(path.parent, size_bytes)
         folder.append(PartialFolder(path, replaces=replaces and is_only_a_checkpoint(path)))
-        return str(folder[0].path)
+        return [str(path), str(folder[0].path)]
 
     try:
         places = together(meeting, "save_checkpoint", act)
+        if len(paths := {str(own) for own, _ in places}) > 1:
+            raise CheckpointError(
+                f"the processes save to different paths: {', '.join(sorted(paths))}. Give all of them the same one. "
+                "Nothing was written."
+            )
     except BaseException:
         for each in folder:
             each.discard()
         raise
-    return folder[0] if folder else str(places[0])
+    return folder[0] if folder else str(places[0][1])
 
 
 def _write(path: Path, packed: PackedContents, facts: Facts, folder: _Folder, meeting: Meeting) -> Path:
@@ -239,7 +245,8 @@ def _write_files(place: Path, packed: PackedContents) -> dict[str, FileEntry]:
     with NewFiles() as files:
         for name in sorted(packed.trees, key=packed.tree_size, reverse=True):  # the longest to hash begins first
             if packed.trees[name].tensors:
-                write_tensors(files, place / f"{name}.safetensors", packed.trees[name].tensors, {"format": "pt"})
+                file = files.create(place / f"{name}{SUFFIX}")
+                write_tensors(file, packed.trees[name].tensors, {"format": "pt"})
             files.write_text(place / f"{name}.json", packed.texts[name])
         for planned in packed.weights.values():
             planned.write(files, {name: place / name for name in planned.names()})

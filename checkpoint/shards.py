@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ..distributed.errors import CheckpointError
-from ..distributed.units import convert_file_size_to_int
+from ..distributed.units import convert_file_size_to_int, size_bytes
 from .entries import check_tensor, tied_names
 from .hashing import NewFiles
+from .scalars import TAG
 from .sources import WeightSource
 from .tensor_file import TensorFile, write_tensors
 from .tree import pack, unpack
@@ -47,7 +48,7 @@ class WeightFiles:
     def write(self, files: NewFiles, places: Mapping[str, Path]) -> None:
         """Write all files, each to its place, where there is none yet. Local."""
         for name, tensors in self.shards.items():
-            write_tensors(files, places[name], tensors, self.metadata[name])
+            write_tensors(files.create(places[name]), tensors, self.metadata[name])
         if self.index is not None:
             name = f"{self.base}{INDEX_SUFFIX}"
             files.write_text(places[name], self.index)
@@ -101,22 +102,18 @@ class StoredWeights(WeightSource):
     """A model's weights in safetensors files, each read when it is asked for, in memory of its own. Local.
 
     Args:
-        path: a safetensors file, an index of several, or a folder.
-        base: in a folder, the name of the file without its ending.
+        path: a safetensors file, or an index of several; where the file is missing, the index beside it.
     Raises:
         CheckpointError: there is no such file, or it is no safetensors file.
     """
 
-    def __init__(self, path: str | Path, base: str = "model") -> None:
-        self.path = _existing(Path(path), base)
+    def __init__(self, path: Path) -> None:
+        self.path = existing(path, path.with_name(f"{path.name.removesuffix(SUFFIX)}{INDEX_SUFFIX}"))
         """The file, or the index."""
         self._files: dict[str, TensorFile] = {}
         for file, promised in shard_files(self.path).items():
             stored = TensorFile(file)
-            if missing := [name for name in promised if name not in stored.places]:
-                raise CheckpointError(
-                    f"{str(self.path)!r} says that {file.name} has {listed(missing)}, which it has not."
-                )
+            check_promised(self.path, file, promised, stored.places)
             self._files |= dict.fromkeys(stored.places, stored)
         extra_file = next((each for each in self._files.values() if _EXTRA in each.metadata), None)
         self._extra: dict[str, Any] = {} if extra_file is None else self._read_extra(extra_file)
@@ -189,21 +186,25 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_LISTED]) + more
 
 
+def names_in(folder: Path) -> str:
+    """What is in a folder, for messages; `nothing` where there is none. Local."""
+    return listed(sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []) or "nothing"
+
+
 def _grouped(tensors: Mapping[str, Tensor], limit: int | None) -> list[dict[str, Tensor]]:
     groups: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
-        bytes_more = tensor.numel() * tensor.element_size()
-        if limit is not None and groups[-1] and size + bytes_more > limit:
+        if limit is not None and groups[-1] and size + tensor.nbytes > limit:
             groups.append({})
             size = 0
         groups[-1][name] = tensor
-        size += bytes_more
+        size += tensor.nbytes
     return groups
 
 
 def _index_of(shards: Mapping[str, Mapping[str, Tensor]]) -> str:
-    total = sum(tensor.numel() * tensor.element_size() for group in shards.values() for tensor in group.values())
+    total = size_bytes(tensor for group in shards.values() for tensor in group.values())
     places = {name: file for file, group in shards.items() for name in group}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
 
@@ -219,18 +220,16 @@ def _set_of(folder: Path, base: str) -> list[Path]:
     return [path for path in folder.iterdir() if pattern.fullmatch(path.name)]
 
 
-def _existing(given: Path, base: str) -> Path:
-    if given.is_dir():
-        whole, index = given / f"{base}{SUFFIX}", given / f"{base}{INDEX_SUFFIX}"
-        file = index if index.is_file() and not whole.is_file() else whole
-    else:
-        beside = given.with_name(f"{given.name.removesuffix(SUFFIX)}{INDEX_SUFFIX}")
-        file = beside if beside.is_file() and not given.is_file() else given
-    if not file.is_file():
-        folder = file.parent
-        names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-        raise CheckpointError(f"{str(file)!r} does not exist. In its folder: {listed(names) or 'nothing'}.")
-    return file
+def existing(file: Path, index: Path) -> Path:
+    """The file, or where there is none the index of several in its place. Local.
+
+    Raises:
+        CheckpointError: there is neither; says what is beside them.
+    """
+    found = next((path for path in (file, index) if path.is_file()), None)
+    if found is None:
+        raise CheckpointError(f"{str(file)!r} does not exist. In its folder: {names_in(file.parent)}.")
+    return found
 
 
 def shard_files(path: Path) -> dict[Path, list[str]]:
@@ -256,10 +255,20 @@ def shard_files(path: Path) -> dict[Path, list[str]]:
     return {path.parent / file: names for file, names in promised.items()}
 
 
+def check_promised(index: Path, file: Path, promised: Sequence[str], found: Container[str]) -> None:
+    """Refuse a file that lacks what the index says of it. Local.
+
+    Raises:
+        CheckpointError: names what is missing.
+    """
+    if missing := [name for name in promised if name not in found]:
+        raise CheckpointError(f"{str(index)!r} says that {file.name} has {listed(missing)}, which it has not.")
+
+
 def _names_inside(node: Any) -> Iterator[str]:
     """The names of the tensors that a packed value refers to."""
     if isinstance(node, dict):
-        if node.get("$") == "tensor":
+        if node.get(TAG) == "tensor":
             yield str(node["in"])
         for item in node.values():
             yield from _names_inside(item)

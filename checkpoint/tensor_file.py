@@ -6,20 +6,20 @@ and where its bytes begin and end; texts under `__metadata__`), and the bytes of
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import struct
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..distributed.errors import CheckpointError
-from .hashing import NewFiles
+from .hashing import HashedFile
 
 _NAMES = {
     "bool": "BOOL", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64",
@@ -32,7 +32,6 @@ _DTYPES = {word: getattr(torch, name) for name, word in _NAMES.items() if hasatt
 _WORDS = {dtype: word for word, dtype in _DTYPES.items()}
 _LONGEST_HEADER = 100_000_000
 _PIECE_BYTES = 4 * 2**20
-_FEW_PIECES = 4
 _READERS = 4
 
 
@@ -55,24 +54,22 @@ def knows_dtype(dtype: torch.dtype) -> bool:
 
 
 def write_tensors(
-    files: NewFiles, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    file: HashedFile | BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a new file of tensors. Local; takes the memory of one tensor more at most.
+    """Write tensors into a new file. Local; takes the memory of one tensor more at most.
 
     Args:
-        files: the context that the file belongs to; the tensors don't change before its end.
-        path: where there is no file yet.
+        file: nothing is in it yet. In a hashed one, the tensors don't change before the end of its context.
         tensors: of formats that the layout knows, on any device, contiguous or not; each is stored by itself.
         metadata: texts beside them.
     """
-    file = files.create(path)
     file.write(_header(tensors, metadata or {}))
     for name in _ordered(tensors):
         values = tensors[name].detach()
         is_copied = values.device.type != "cpu" or not values.is_contiguous() or values.is_conj() or values.is_neg()
         plain = torch.empty(values.shape, dtype=values.dtype).copy_(values) if is_copied else values
         file.write(_bytes_of(plain))
-        if is_copied:
+        if is_copied and isinstance(file, HashedFile):
             file.settle()  # there is one copy at a time
 
 
@@ -110,13 +107,25 @@ class TensorFile:
                     pieces += _pieces(place.begin, _bytes_of(target.detach()))
                 else:
                     self._copy(file.fileno(), place, target.detach())
-            read = functools.partial(self._read_piece, file.fileno())
-            if len(pieces) < _FEW_PIECES:
-                for piece in pieces:
-                    read(piece)
-                return
-            with ThreadPoolExecutor(_READERS, thread_name_prefix="loopwright-read") as pool:
-                list(pool.map(read, pieces))
+            self._read_pieces(file.fileno(), pieces)
+
+    def _read_pieces(self, descriptor: int, pieces: list[tuple[int, memoryview]]) -> None:
+        waiting = deque(pieces)
+
+        def read() -> None:
+            while waiting:
+                try:
+                    piece = waiting.popleft()
+                except IndexError:  # another thread has taken the last
+                    return
+                self._read_piece(descriptor, piece)
+
+        if sum(len(memory) for _, memory in pieces) <= _PIECE_BYTES:
+            read()
+            return
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="loopwright-read") as pool:
+            for each in [pool.submit(read) for _ in range(_READERS)]:
+                each.result()
 
     def _copy(self, descriptor: int, place: Place, target: Tensor) -> None:
         """Through a small memory between: rows of the first dimension at a time, if there is one."""
@@ -185,7 +194,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
     begin = 0
     for name in _ordered(tensors):
         tensor = tensors[name]
-        end = begin + _size(tensor)
+        end = begin + tensor.nbytes
         header[name] = {"dtype": _WORDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -201,10 +210,6 @@ def _pieces(begin: int, memory: memoryview) -> list[tuple[int, memoryview]]:
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
     return tensor.view(-1).view(torch.uint8).numpy().data
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:

@@ -31,7 +31,6 @@ __all__ = [
     "LoadReport",
     "compare_weights",
     "load_weights",
-    "read_weights",
     "save_weights",
     "weights_file",
     "write_weights",
@@ -150,19 +149,6 @@ def compare_weights(module: nn.Module, path: str | Path, *, base: str = "model")
         CheckpointError: there is no such file, or it can't be read.
     """
     return _Match(module, open_weights(path, base)).report()
-
-
-def read_weights(path: str | Path, base: str = "model") -> tuple[dict[str, Any], dict[str, str]]:
-    """The entries of a weights file by their plain names, and for each tied name that was left out the stored one.
-
-    Args:
-        path: as `load_weights` takes it.
-        base: as `load_weights` takes it.
-    Raises:
-        CheckpointError: there is no such file, or it can't be read.
-    """
-    saved = open_weights(path, base)
-    return dict(saved), dict(saved.aliases)
 
 
 def weights_file(path: str | Path) -> Path:

@@ -23,7 +23,7 @@ from .combined import CombinedLoader
 from .dealing import LoaderDealer
 from .described import LoaderAround
 from .samplers import SeedableRandomSampler, SkippingSampler
-from .shards import BatchSamplerShard, DealtSampler
+from .shards import undealt
 from .starting import is_plain
 
 
@@ -55,10 +55,9 @@ def _may_draw(dataset: Any) -> bool:
 
 def sampler_may_draw(sampler: Any) -> bool:
     """Whether a sampler may draw from the random states that everything shares, and not by a generator of its own."""
-    if is_plain(sampler, "BatchSampler") or isinstance(sampler, (SkippingSampler, DealtSampler)):
+    sampler = undealt(sampler)
+    if is_plain(sampler, "BatchSampler") or isinstance(sampler, SkippingSampler):
         return sampler_may_draw(sampler.sampler)
-    if isinstance(sampler, BatchSamplerShard):
-        return sampler_may_draw(sampler.batch_sampler)
     if is_plain(sampler, "RandomSampler") or type(sampler) in (SubsetRandomSampler, WeightedRandomSampler):
         return sampler.generator is None
     known = (SequentialSampler, SeedableRandomSampler, DistributedSampler, range, list, tuple)

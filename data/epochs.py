@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,6 +71,9 @@ class ToldIterableDataset(_EpochInSharedMemory, IterableDataset[Any]):
 class WorkerStart:
     """A `worker_init_fn` that shows the user's own dataset to the user's own function and to `get_worker_info`.
 
+    It also lets the worker outlive a SIGTERM that everybody gets: who reads from it ends in order, and needs its
+    batches until then.
+
     Args:
         worker_init_fn: the user's, or None.
     """
@@ -82,8 +86,14 @@ class WorkerStart:
         assert info is not None
         # torch guards these against changes; what is shown is what the user gave to the loader.
         object.__setattr__(info, "dataset", own_dataset(info.dataset))
+        # torch's handler ends a worker whose parent did not send the signal: launchers and SLURM send it to all.
+        signal.signal(signal.SIGTERM, _end_at_the_next)
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker_id)
+
+
+def _end_at_the_next(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_DFL)
 
 
 def own_dataset(dataset: Any) -> Any:

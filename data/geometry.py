@@ -7,25 +7,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from .around import own_sampler
 from .described import LoaderAround
-from .rest import Unit
+from .rest import Origin
 from .samplers import SkippingSampler, index_source
-from .seeded import NumberedSampler
-from .shards import BatchSamplerShard, DealtSampler, NativeShard, sample_count
+from .shards import NativeShard, sample_count, undealt
 from .sizes import loader_length
 from .skipping import reads_by_index
 from .starting import is_plain
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where the batches of a pass, as a loader deals them, begin."""
-
-    batch: int = 0
-    """The number of the first of them in this process's pass."""
-    unit: Unit = "batches"
-    count: int = 0
-    """Samples or batches of all processes before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +74,7 @@ def dealing_of(around: LoaderAround) -> Dealing:
 
 def _count_indices(source: Any, batched: bool, samples: int | None) -> tuple[int | None, int | None]:
     """Samples in a round, if batches can be cut anew behind any of them, and in a pass."""
-    while isinstance(source, (NumberedSampler, BatchSamplerShard, DealtSampler)):
-        source = source.batch_sampler if isinstance(source, BatchSamplerShard) else source.sampler
+    source = undealt(own_sampler(source))
     if not batched:
         return None, loader_length(source)
     num_samples = sample_count(source)

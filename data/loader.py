@@ -152,7 +152,7 @@ class PreparedLoader(Passes):
         if not isinstance(state, dict) or state.get("version") != 1:
             raise ConfigError(f"a loader's state is {state!r:.80}. Expected what PreparedLoader.state_dict() gave.")
         self.set_epoch(state["iteration"])
-        self._num_given = None
+        self._start = self._num_given = None
         self.end_of_dataloader = False
         put_state(self.loader, state["loader"])
 
@@ -178,7 +178,8 @@ class PreparedLoader(Passes):
         transfer = self.transfer()
         counts: deque[int] | None = deque() if self.counts_samples else None
         has_ended = False
-        self._num_given = self.first_batch
+        running = self._pass
+        self._num_given = num_given = self.first_batch
         while True:
             while not has_ended and len(ahead) <= self.lookahead:
                 batch: Any = next(iterator, _END)
@@ -192,24 +193,26 @@ class PreparedLoader(Passes):
             if not ahead:
                 break
             batch = ahead.popleft()
-            self._num_given += 1
+            num_given += 1
+            # All anew with each batch: inside the loop over this pass another one may have been run.
+            self._pass, self._num_given = running, num_given
             self.batches_known = 1 + len(ahead)
+            self.end_of_dataloader = not ahead
             if counts is not None:
                 self.real_samples = counts.popleft() or None
-            if not ahead:
-                self._end()
+            if self.end_of_dataloader:
+                self._tell_remainder()
             if transfer is not None:
                 batch = transfer.next(batch, ahead)
             yield batch
-        if self._num_given or self.origin is not None:
-            self.iteration += 1
         self._num_given = None
+        if num_given or self.origin is not None:
+            self.iteration += 1
         if self.origin is not None:
             self.origin.iteration = max(self.origin.iteration, self.iteration)
 
-    def _end(self) -> None:
-        """The batch that is given out now is the last one."""
-        self.end_of_dataloader = True
+    def _tell_remainder(self) -> None:
+        """Say how many samples the last round has, as its batch is given out."""
         dealer = self._read.dealer
         if dealer is not None and not self.drop_last:
             self.remainder = dealer.real_samples if not self.counts_samples else self.real_samples or 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
@@ -13,12 +14,12 @@ from ..distributed.errors import ConfigError, check_integer
 from ..distributed.random import preserved_random_state, synchronize_rng_state
 from .described import LoaderAround
 from .dispatch import DispatchedLoader
-from .geometry import Origin, dealing_of
-from .position import Pass, Position, Start, own_generators, position_of, seeded_samplers, start_of
-from .rest import dealer_of, rest_of
+from .geometry import dealing_of
+from .position import VERSION, Pass, Position, Start, own_generators, seeded_samplers, start_of
+from .rest import Origin, dealer_of, rest_of
 from .rounds import Dealer
 from .samplers import epoch_listeners
-from .seeding import DataSeeds, apart
+from .seeding import DataSeeds, apart, derived_seed
 from .sizes import loader_length
 from .skipping import batches_from, reads_by_index
 from .stateful import goes_on_by_state, is_stateful, put_state, state_of, tells_place
@@ -50,9 +51,7 @@ class Passes(LoaderAround):
         self._start: Start | None = None
         """Where the next pass begins; None: at its beginning."""
         self._pass: Pass | None = None
-        """The pass that was begun last."""
-        self._rest: LoaderAround | None = None
-        """What is read in its place in a pass that goes on in other batches than it began with."""
+        """The pass that was begun last, or is running."""
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, its samplers at any depth and its dataset, where they listen, which epoch begins."""
@@ -66,7 +65,6 @@ class Passes(LoaderAround):
             is_next = start.position["epoch"] + 1 == epoch
             keeps_state = start.position["is_over"] or not is_stateful(self.loader)
             self._start = start.after_pass(keeps_state=keeps_state) if is_next else None
-            self._rest = None
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -83,11 +81,17 @@ class Passes(LoaderAround):
     @property
     def pass_length(self) -> int | None:
         """The number of the batch that would follow the running pass; None where the loader has no length."""
-        rest, running = self._rest, self._pass
-        if rest is None or running is None:
+        running = self._pass
+        if running is None or running.rest is None:
             return self.length
-        left = loader_length(rest.loader)
+        left = loader_length(running.rest.loader)
         return None if left is None else running.origin.batch + left
+
+    @property
+    def _read(self) -> LoaderAround:
+        """What the running pass reads."""
+        running = self._pass
+        return self if running is None or running.rest is None else running.rest
 
     @property
     def length(self) -> int | None:
@@ -115,18 +119,31 @@ class Passes(LoaderAround):
         if start is not None and (start.position["epoch"], start.batch) == (epoch, batch):
             return copy.copy(start.position)  # nothing was read since
         running = self._pass if self._pass is not None and self._pass.epoch == epoch else None
+        origin = Origin() if running is None else running.origin
+        state = self._state_behind(batch, running) if goes_on_by_state(self.loader) else None
+        generators = [each.get_state() for each in self.generators]
         dealing = dealing_of(self)
-        return position_of(
-            dealing,
-            running,
+        return Position(
+            version=VERSION,
+            kind=dealing.kind,
             epoch=epoch,
             batch=batch,
-            generators=self.generators,
-            seeds=self.seeds,
+            origin=asdict(origin),
+            samples=dealing.samples(batch, origin),
+            batches=dealing.batches(batch, origin),
+            batch_size=dealing.batch_size,
+            num_processes=dealing.num_processes,
+            split_batches=dealing.split_batches,
+            num_workers=dealing.num_workers,
+            num_samples=dealing.num_samples,
+            seed=self.seeds.seed if self.seeds is not None and self.seeds.by_batch else None,
             sampler_seeds=[sampler.seed for sampler in seeded_samplers(self.loader)],
-            state=self._state_behind(batch, running) if goes_on_by_state(self.loader) else None,
-            is_whole=self._has_whole_state(),
+            generators=generators if running is None else running.generators,
+            generators_after=generators,
             is_over=running is not None and self._is_over(batch, running, dealing.kind),
+            state=state,
+            state_before=state if running is None else running.state_before,
+            is_whole=self._has_whole_state(),
         )
 
     def resume(self, position: Mapping[str, Any], *, whole: bool = False) -> list[str]:
@@ -149,10 +166,10 @@ class Passes(LoaderAround):
         if whole:
             start = start.whole_pass()
         inexact += self._take_seeds(start.position)
-        self._start, self._pass, self._rest = None, None, None
+        self._start = self._pass = None
         self.set_epoch(start.position["epoch"])
         if start.batch and start.state is None and start.origin.count:
-            self._rest_behind(start.origin)  # what can't be done is known now
+            rest_of(self.loader, start.origin)  # what can't be done is known now
         self._start = start
         return inexact
 
@@ -179,51 +196,53 @@ class Passes(LoaderAround):
         start = self._start
         if start is not None and start.position["is_over"]:
             return iter(())  # the next pass begins as it would have
-        self._start = self._rest = None
+        self._start = None
+        running = self._pass = self._pass_from(start)
+        for generator in self.shared_generators:
+            synchronize_rng_state("generator", generator)
+        if start is None or not start.was_begun:
+            iterator = self._drawn(start, running)
+        else:  # the earlier leg has drawn what beginning it draws
+            with preserved_random_state(torch.device("cpu")):
+                iterator = self._drawn(start, running)
+        # A pass that skips is read from a copy of the loader, and the loader itself is nowhere then.
+        skips = start is not None and start.state is None
+        is_copy = running.rest is not None or (skips and reads_by_index(self.loader))
+        return self._noted(iterator, running, lookahead) if running.states and not is_copy else iterator
+
+    def _pass_from(self, start: Start | None) -> Pass:
+        """The pass that begins there, after its generators are put there."""
         generators = self.generators
         if start is not None and len(start.position["generators"]) == len(generators):
             for generator, state in zip(generators, start.position["generators"], strict=True):
                 generator.set_state(state)
-        states = [generator.get_state() for generator in generators]
-        running = Pass(self.iteration, states)
+        running = Pass(self.iteration, [generator.get_state() for generator in generators])
         if start is not None:
             running.first, running.origin = start.batch, start.origin
-        keeps_states = is_stateful(self.loader) or goes_on_by_state(self.loader)
-        if keeps_states:
+        if start is not None and start.state is None and start.origin.count:
+            rest = rest_of(self.loader, start.origin)
+            dealer = None if self.dealer is None else dealer_of(rest)
+            running.rest = LoaderAround(rest, self.num_processes, self.dealer if dealer is None else dealer)
+        if is_stateful(self.loader) or goes_on_by_state(self.loader):
             state = self._state_between_passes() if start is None else start.state
             running.states[running.first] = state
             running.state_before = state if start is None else start.position["state_before"]
-        self._pass = running
-        for generator in self.shared_generators:
-            synchronize_rng_state("generator", generator)
-        iterator = self._apart(start)
-        # A pass that skips is read from a copy of the loader, and the loader itself is nowhere then.
-        is_copy = start is not None and start.state is None and (self._rest or reads_by_index(self.loader))
-        return self._noted(iterator, running, lookahead) if keeps_states and not is_copy else iterator
+        return running
 
-    def _apart(self, start: Start | None) -> Iterator[Any]:
-        if start is None or not start.was_begun:
-            return self._drawn(start)
-        with preserved_random_state(torch.device("cpu")):
-            return self._drawn(start)
-
-    def _drawn(self, start: Start | None) -> Iterator[Any]:
+    def _drawn(self, start: Start | None, running: Pass) -> Iterator[Any]:
         seeds = self.seeds
-        if seeds is None:
-            return self._opened(start)
-        seeds.keep_pace()
-        if not self.reads_apart:
-            return self._opened(start)
-        return apart(lambda: self._opened(start), seeds.of("begin", seeds.process_index))
+        if seeds is not None:
+            seeds.keep_pace()
+        if seeds is None or not self.reads_apart:
+            return self._opened(start, running)
+        return apart(lambda: self._opened(start, running), derived_seed(seeds.pass_seed, "begin", seeds.process_index))
 
-    def _opened(self, start: Start | None) -> Iterator[Any]:
+    def _opened(self, start: Start | None, running: Pass) -> Iterator[Any]:
         """The items of a pass, from where it begins."""
-        if start is None:
-            return batches_from(self.loader, self.skip_batches)
-        if start.state is None:
-            origin = start.origin
-            loader = self._rest_behind(origin) if origin.count else self.loader
-            return batches_from(loader, start.batch - origin.batch + (0 if origin.count else self.skip_batches))
+        if running.rest is not None:
+            return batches_from(running.rest.loader, running.first - running.origin.batch)
+        if start is None or start.state is None:
+            return batches_from(self.loader, self.skip_batches + running.first)
         if start.batch and isinstance(self.loader, DispatchedLoader):
             self.loader.keep_first_round(start.position["state_before"])
         put_state(self.loader, start.state)
@@ -233,17 +252,6 @@ class Passes(LoaderAround):
         # What is saved at the end of a pass may say that there is nothing left.
         first = next(iterator, _END)
         return iter(self.loader) if first is _END else chain([first], iterator)
-
-    def _rest_behind(self, origin: Origin) -> Any:
-        rest = rest_of(self.loader, origin.unit, origin.count, origin.batch)
-        dealer = None if self.dealer is None else dealer_of(rest)
-        self._rest = LoaderAround(rest, self.num_processes, self.dealer if dealer is None else dealer)
-        return rest
-
-    @property
-    def _read(self) -> LoaderAround:
-        """What the running pass reads."""
-        return self if self._rest is None else self._rest
 
     def _noted(self, iterator: Iterator[Any], running: Pass, lookahead: int) -> Iterator[Any]:
         """The items, the loader's state being kept behind each that its user may still have to hand."""

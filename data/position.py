@@ -13,8 +13,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ..distributed.errors import ConfigError, DataError
 from .combined import CombinedLoader
-from .geometry import Dealing, Origin
-from .rest import Unit
+from .described import LoaderAround
+from .geometry import Dealing
+from .rest import Origin, Unit
 from .samplers import SeedableRandomSampler, parts_of_loader
 from .seeding import DataSeeds
 
@@ -94,6 +95,8 @@ class Pass:
     first: int = 0
     """Its first batch."""
     origin: Origin = field(default_factory=Origin)
+    rest: LoaderAround | None = None
+    """What is read in the loader's place where the pass goes on in other batches than it began with."""
     state_before: Any = None
     """What was stateful said before it."""
     states: dict[int, Any] = field(default_factory=dict)
@@ -113,50 +116,6 @@ def _at_beginning(position: Position) -> Position:
     whole["samples"] = None if position["samples"] is None else 0
     whole["batches"] = None if position["batches"] is None else 0
     return whole
-
-
-def position_of(
-    dealing: Dealing, running: Pass | None, *, epoch: int, batch: int, generators: list[torch.Generator],
-    seeds: DataSeeds | None, sampler_seeds: list[int], state: Any, is_whole: bool, is_over: bool,
-) -> Position:  # fmt: skip
-    """A position, from what a loader knows of itself.
-
-    Args:
-        dealing: how its batches are made and dealt.
-        running: the pass that the batch belongs to, None where that has not begun.
-        epoch: that pass.
-        batch: batches of it that are done.
-        generators: those of its samplers and loaders.
-        seeds: where the random numbers of its data come from.
-        sampler_seeds: those of its samplers.
-        state: of what is stateful.
-        is_whole: whether that is one for all processes.
-        is_over: whether nothing of the pass is left.
-    """
-    after = [each.get_state() for each in generators]
-    origin = Origin() if running is None else running.origin
-    return Position(
-        version=VERSION,
-        kind=dealing.kind,
-        epoch=epoch,
-        batch=batch,
-        origin=asdict(origin),
-        samples=dealing.samples(batch, origin),
-        batches=dealing.batches(batch, origin),
-        batch_size=dealing.batch_size,
-        num_processes=dealing.num_processes,
-        split_batches=dealing.split_batches,
-        num_workers=dealing.num_workers,
-        num_samples=dealing.num_samples,
-        seed=seeds.seed if seeds is not None and seeds.by_batch else None,
-        sampler_seeds=sampler_seeds,
-        generators=after if running is None else running.generators,
-        generators_after=after,
-        is_over=is_over,
-        state=state,
-        state_before=state if running is None else running.state_before,
-        is_whole=is_whole,
-    )
 
 
 def start_of(
@@ -207,24 +166,24 @@ def checked_position(position: Any, dealing: Dealing) -> Position:
     return cast(Position, dict(position))
 
 
-def all_parts(loader: Any) -> list[Any]:
+def _all_parts(loader: Any) -> list[Any]:
     """A loader and what it reads from at any depth, the parts of a `CombinedLoader` as well."""
     found = parts_of_loader(loader)
     for part in [part for part in found if isinstance(part, CombinedLoader)]:
         for each in part.loaders:
-            found += [inner for inner in all_parts(each) if all(inner is not other for other in found)]
+            found += [inner for inner in _all_parts(each) if all(inner is not other for other in found)]
     return found
 
 
 def seeded_samplers(loader: Any) -> list[SeedableRandomSampler]:
     """The samplers of a loader that shuffle by a seed of their own."""
-    return [part for part in all_parts(loader) if isinstance(part, SeedableRandomSampler)]
+    return [part for part in _all_parts(loader) if isinstance(part, SeedableRandomSampler)]
 
 
 def own_generators(loader: Any, seeds: DataSeeds | None) -> list[torch.Generator]:
     """The generators that a loader, its samplers and its iterable dataset draw from, each once."""
     candidates: list[Any] = [] if seeds is None else list(seeds.replaced)
-    for part in all_parts(loader):
+    for part in _all_parts(loader):
         is_reader = not isinstance(part, Dataset) or isinstance(part, IterableDataset)
         if is_reader and not isinstance(part, SeedableRandomSampler):
             candidates.append(getattr(part, "generator", None))

@@ -110,7 +110,7 @@ def prepare_loader(
     )
     prepared.shared_generators = preparing.generators
     prepared.seeds = preparing.seeds
-    prepared.reads_apart = preparing.seeds is not None and preparing.seeds.by_batch and reads_here(shared)
+    prepared.reads_apart = preparing.draws_by_batch and reads_here(shared)
     return prepared
 
 
@@ -154,7 +154,7 @@ class _Preparing:
             parts = [self.ready(part, dispatches) for part in loader.loaders]
             is_same = all(part is own for part, own in zip(parts, loader.loaders, strict=True))
             return loader if is_same else loader.with_loaders(parts)
-        if isinstance(loader, Presharded) and self._draws_by_batch:
+        if isinstance(loader, Presharded) and self.draws_by_batch:
             return Presharded(self._with_own_seeds(loader.loader))
         if not isinstance(loader, DataLoader):
             return loader
@@ -293,19 +293,20 @@ class _Preparing:
             shared: its batches are this process's own ones, those of the other processes being between them; else it
                 is read as a whole.
         """
-        if self.seeds is None or not self._draws_by_batch:
+        if self.seeds is None or not self.seeds.by_batch:
             return loader
         if isinstance(loader, Presharded):
             loader = loader.loader
         return seeded(loader, self.seeds, *((self.count, self.index) if shared else (1, 0)))
 
     @property
-    def _draws_by_batch(self) -> bool:
+    def draws_by_batch(self) -> bool:
+        """Whether the data has its own random stream."""
         return self.seeds is not None and self.seeds.by_batch
 
     def _orders_by_seed(self, loader: DataLoader[Any]) -> bool:
         """Whether what the sampler draws is decided by (seed, epoch), and so the same on all processes."""
-        return self._draws_by_batch and sampler_may_draw(index_source(loader)[1])
+        return self.draws_by_batch and sampler_may_draw(index_source(loader)[1])
 
     def _with_own_seeds(self, loader: Any, dispatches: bool = False) -> Any:
         """The loader, the seeds of its workers being those of this process."""

@@ -13,7 +13,7 @@ from .drawing import dataset_may_draw, reads_here, sampler_may_draw
 from .epochs import WorkerStart
 from .samplers import SamplerAround, SkippingSampler, index_source, with_options
 from .seeding import CarriedStream, DataSeeds, derived_seed
-from .shards import BatchSamplerShard, DealtSampler
+from .shards import undealt
 from .starting import begins_anywhere, items_from
 from .stateful import has_state
 from .streams import seed_all
@@ -28,15 +28,44 @@ class Numbered(NamedTuple):
     indices: Any
 
 
-class NumberedSampler(IndicesAround, SamplerAround):
+class Numbering:
+    """The base of what numbers the batches of one process, and reads or has read each from the seed of its number.
+
+    Args:
+        seeds: where seeds come from.
+        num_processes: how many processes share the numbers.
+        process_index: the index of this one.
+        part: tells these numbers from those of another loader with the same seeds.
+    """
+
+    def __init__(self, seeds: DataSeeds, num_processes: int, process_index: int, part: str) -> None:
+        self.seeds = seeds
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.part = part
+        self.num_left_out = 0
+        """Numbers before the first one of each pass: what the user's own loader leaves out."""
+        self.first = 0
+        """Batches of this process before the next pass, where it goes on in the middle of one with other batches."""
+        self.num_given = 0
+        """Those of the passes of this epoch that are over: a `CombinedLoader` may begin one again."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Count from 0 again."""
+        self.num_given = 0
+
+    def seed_of(self, pass_seed: int, index: int) -> int:
+        """The seed of this process's batch number `index`."""
+        number = self.num_left_out + index * self.num_processes + self.process_index
+        return derived_seed(pass_seed, self.part, number)
+
+
+class NumberedSampler(Numbering, IndicesAround, SamplerAround):
     """A sampler or batch sampler whose items carry the seeds of their numbers, and which draws from its own stream.
 
     Args:
         sampler: what gives indices, or lists of them.
-        seeds: where seeds come from.
-        num_processes: how many processes share the numbers.
-        process_index: the index of this one.
-        part: tells these numbers from those of another sampler with the same seeds.
+        seeds: as for each `Numbering`; so are the next ones.
         unpacks: give the items alone: only the sampler draws.
     """
 
@@ -50,63 +79,41 @@ class NumberedSampler(IndicesAround, SamplerAround):
         part: str = "",
         unpacks: bool = False,
     ) -> None:
-        super().__init__(sampler)
-        self.seeds = seeds
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.part = part
+        Numbering.__init__(self, seeds, num_processes, process_index, part)
+        SamplerAround.__init__(self, sampler)
         self.unpacks = unpacks
-        self.first = 0
-        """Items of this process before the pass, where it goes on in the middle of one with other batches."""
-        self.num_before = _skipped_by_user(sampler) * (num_processes if getattr(sampler, "split_batches", False) else 1)
-        """Numbers before the pass, where the user's own loader goes on in the middle of one."""
-        self.num_given = 0
-        """Items of the passes of this epoch that are over: a `CombinedLoader` may begin one again."""
+        self.num_left_out = _left_out(sampler) * (num_processes if getattr(sampler, "split_batches", False) else 1)
 
     @property
     def begins_anywhere(self) -> bool:
         """See `starting.begins_anywhere`."""
         return begins_anywhere(self.sampler)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Count from 0 again."""
-        self.num_given = 0
-
     def __iter__(self) -> Iterator[Any]:
         return self.iterate_from(0)
 
     def iterate_from(self, num_skipped: int) -> Iterator[Any]:
         """The items behind the first `num_skipped` ones, each with the seed of its own number."""
-        of, part, count = self.seeds.of, self.part, self.num_processes
-        number = self.num_given + num_skipped
+        pass_seed, index = self.seeds.pass_seed, self.first + self.num_given + num_skipped
         for item in self._items(num_skipped):
-            seed = of(part, self.num_before + (self.first + number) * count + self.process_index)
-            yield item if self.unpacks else Numbered(seed, item)
-            number += 1
-        self.num_given = number
+            yield item if self.unpacks else Numbered(self.seed_of(pass_seed, index), item)
+            index += 1
+        self.num_given = index - self.first
 
     def _items(self, num_skipped: int) -> Iterator[Any]:
         if not sampler_may_draw(self.sampler):
             yield from items_from(self.sampler, num_skipped)
             return
-        stream = CarriedStream(self.seeds.of(self.part, "order", self.num_given))
-        with stream.used():
-            iterator = items_from(self.sampler, num_skipped)
-        while True:
-            with stream.used():
-                item = next(iterator, _END)
-            if item is _END:
-                return
+        stream = CarriedStream(derived_seed(self.seeds.pass_seed, self.part, "order", self.num_given))
+        iterator = stream.draw(lambda: items_from(self.sampler, num_skipped))
+        while (item := stream.draw(lambda: next(iterator, _END))) is not _END:
             yield item
 
 
-def _skipped_by_user(sampler: Any) -> int:
-    """Batches that a sampler leaves out at the beginning, below what deals it out."""
-    if isinstance(sampler, (BatchSamplerShard, DealtSampler)):
-        return _skipped_by_user(sampler.batch_sampler if isinstance(sampler, BatchSamplerShard) else sampler.sampler)
-    if isinstance(sampler, SkippingSampler):
-        return sampler.num_skipped + _skipped_by_user(sampler.sampler)
-    return 0
+def _left_out(sampler: Any) -> int:
+    """Items that the user's sampler leaves out at the beginning."""
+    sampler = undealt(sampler)
+    return sampler.num_skipped + _left_out(sampler.sampler) if isinstance(sampler, SkippingSampler) else 0
 
 
 class SeededDataset(DatasetAround, Dataset[Any]):
@@ -148,7 +155,7 @@ class SeededStream(DatasetAround, IterableDataset[Any]):
 
     def __init__(self, dataset: Any, seeds: DataSeeds, batch_size: int, place: str = "") -> None:
         self.dataset = dataset
-        self.pass_seed = seeds.pass_seed
+        self.pass_seed = seeds.shared_pass_seed
         self.batch_size = batch_size
         self.place = place
         self.num_given = 0
@@ -178,22 +185,27 @@ class StatefulSeededStream(SeededStream):
         super().__init__(dataset, seeds, batch_size, place)
         self._running: _Samples | None = None
         self._restored: Any = None
+        self._counted_in = 0
+        """The seed of the pass in which samples were given."""
 
     def state_dict(self) -> dict[str, Any]:
         """Where the dataset is, and how many samples were given."""
         given = self.num_given if self._running is None else self._running.given
-        return {"given": given, "dataset": self.dataset.state_dict()}
+        return {"given": given, "pass": self._counted_in, "dataset": self.dataset.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there in the next pass."""
         self._restored = state["dataset"]
         self.dataset.load_state_dict(self._restored)
-        self.num_given, self._running = state["given"], None
+        self.num_given, self._counted_in, self._running = state["given"], state["pass"], None
 
     def _samples(self, iterator: Iterator[Any], seed: int, given: int) -> Iterator[Any]:
         restored, self._restored = self._restored, None
         if restored is not None and id(iterator) == id(self.dataset):
             self.dataset.load_state_dict(restored)  # beginning a pass may have set it back
+        if self._counted_in != int(self.pass_seed):
+            given = 0  # a state that was saved between two passes counts the samples of the one before
+        self._counted_in = int(self.pass_seed)
         samples = super()._samples(iterator, seed, given)
         assert isinstance(samples, _Samples)
         self._running = samples
@@ -232,66 +244,52 @@ class _StatefulSamples(_Samples):
         self.given = state["given"]
 
 
-class SeededLoader:
+class SeededLoader(Numbering):
     """Any iterable of batches, each of which is read from its seed.
 
     Args:
         loader: the iterable.
-        seeds: where seeds come from.
-        num_processes: how many processes share the numbers.
-        process_index: the index of this one.
-        part: tells these numbers from those of another loader with the same seeds.
+        seeds: as for each `Numbering`; so are the next ones.
     """
 
     def __init__(
         self, loader: Iterable[Any], seeds: DataSeeds, num_processes: int = 1, process_index: int = 0, *, part: str = ""
     ) -> None:
+        super().__init__(seeds, num_processes, process_index, part)
         self.loader = loader
-        self.seeds = seeds
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.part = part
-        self.first = 0
-        """Batches before the pass, where it goes on in the middle of one."""
-        self.num_given = 0
-        """Batches of the passes of this epoch that are over."""
-        self._number = 0
-        """The number of the next batch."""
+        self._index = 0
+        """That of the next batch."""
         self._restored: int | None = None
 
     def __len__(self) -> int:
         """Batches in a pass. Raises TypeError where the loader has no length."""
         return len(self.loader)  # type: ignore[arg-type]
 
-    def set_epoch(self, epoch: int) -> None:
-        """Count from 0 again."""
-        self.num_given = 0
-
     def __iter__(self) -> Iterator[Any]:
         restored, self._restored = self._restored, None
-        self._number = number = self.num_given + self.first if restored is None else restored
-        seed_all(self.seeds.of(self.part, "begin", number))
-        return self._batches(iter(self.loader), number)
+        self._index = index = self.first + self.num_given if restored is None else restored
+        pass_seed = self.seeds.pass_seed
+        seed_all(derived_seed(pass_seed, self.part, "begin", index))
+        return self._batches(iter(self.loader), pass_seed, index)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is, and the number of its next batch."""
-        return {"number": self._number, "loader": self.loader.state_dict()}  # type: ignore[attr-defined]
+        return {"number": self._index, "loader": self.loader.state_dict()}  # type: ignore[attr-defined]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there in the next pass."""
         self._restored = state["number"]
         self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
 
-    def _batches(self, iterator: Iterator[Any], number: int) -> Iterator[Any]:
-        of, part, count = self.seeds.of, self.part, self.num_processes
+    def _batches(self, iterator: Iterator[Any], pass_seed: int, index: int) -> Iterator[Any]:
         while True:
-            seed_all(of(part, number * count + self.process_index))
+            seed_all(self.seed_of(pass_seed, index))
             batch = next(iterator, _END)
             if batch is _END:
                 break
-            self._number = number = number + 1
+            self._index = index = index + 1
             yield batch
-        self.num_given, self._number = number - self.first, 0
+        self.num_given, self._index = index - self.first, 0
 
 
 def seeded(loader: Any, seeds: DataSeeds, num_processes: int = 1, process_index: int = 0, *, part: str = "") -> Any:
@@ -322,7 +320,7 @@ def seeded(loader: Any, seeds: DataSeeds, num_processes: int = 1, process_index:
             options["dataset"] = SeededDataset(loader.dataset)
         if draws or sampler_may_draw(sampler):
             options[name] = NumberedSampler(sampler, seeds, *place, part=part, unpacks=not draws)
-    if "dataset" in options and loader.num_workers:
+    if loader.num_workers:
         options["worker_init_fn"] = WorkerStart(loader.worker_init_fn)
     return with_options(loader, **options) if options else loader
 

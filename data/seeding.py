@@ -10,19 +10,21 @@
 
 In the main process the training's random states are put back after each of these, also after an exception; where
 nothing can draw, nothing is done. The states are those of Python, of NumPy if it was imported, and of torch on the CPU.
+All threads share them, so that what another thread draws meanwhile comes from the data's.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .streams import Streams, put_streams, seed_all, streams_now
+
+T = TypeVar("T")
 
 _END = object()
 
@@ -53,23 +55,21 @@ class DataSeeds:
         """What loaders draw the seeds of their worker processes from."""
         self.replaced: list[torch.Generator | None] = []
         """What these loaders drew them from before; None: from torch's own random state."""
-        self.pass_seed: Tensor = torch.zeros((), dtype=torch.int64)
-        """The seed of the running pass, which is the same on all processes."""
+        self.pass_seed = 0
+        """That of the next pass, the same on all processes. A pass keeps the one that it began with."""
+        self.shared_pass_seed: Tensor = torch.zeros((), dtype=torch.int64)
+        """The same for copies in worker processes, which see it change if they are told to `share` it."""
         self.set_epoch(0)
 
     def share(self) -> None:
         """Let copies in worker processes that live on know of a new pass."""
-        self.pass_seed.share_memory_()  # type: ignore[no-untyped-call]
+        self.shared_pass_seed.share_memory_()  # type: ignore[no-untyped-call]
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the seeds of the next pass."""
         self.generator.manual_seed(derived_seed(self.seed, epoch, self.process_index, self.ordinal))
-        self._current = derived_seed(self.seed, epoch, "all", self.ordinal)
-        self.pass_seed.fill_(self._current)
-
-    def of(self, *what: object) -> int:
-        """The seed of one thing in the running pass."""
-        return derived_seed(self._current, *what)
+        self.pass_seed = derived_seed(self.seed, epoch, "all", self.ordinal)
+        self.shared_pass_seed.fill_(self.pass_seed)
 
     def keep_pace(self) -> None:
         """Draw at the start of a pass what those loaders drew there, so that samplers draw on as they would have.
@@ -117,18 +117,20 @@ class CarriedStream:
     """
 
     def __init__(self, seed: int) -> None:
-        self._around = streams_now()
-        seed_all(seed)
-        self._own = streams_now()
-        put_streams(self._around)
-
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """A context in which everything draws from it."""
-        self._around = streams_now(self._around)
-        put_streams(self._own)
+        self._training = streams_now()
         try:
-            yield
+            seed_all(seed)
+            self._own = streams_now()
         finally:
+            put_streams(self._training)
+
+    def draw(self, function: Callable[[], T]) -> T:
+        """What a function returns that draws from this stream; if it raises, the stream is left where it was."""
+        self._training = streams_now(self._training)
+        try:
+            put_streams(self._own)
+            result = function()
             self._own = streams_now(self._own)
-            put_streams(self._around)
+        finally:
+            put_streams(self._training)
+        return result

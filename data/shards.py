@@ -192,7 +192,7 @@ class IterableDatasetShard(Dealer, IterableDataset[Any]):
         self.batch_size = batch_size
         self.epoch = 0
         self.num_skipped = 0
-        """Samples of the dataset that the next pass leaves out, as it goes on in the middle of one."""
+        """Samples of the dataset that each pass leaves out, as it goes on in the middle of one."""
         self.real_samples = 0  # here it is that of the sample that was given last
 
     @property
@@ -229,8 +229,7 @@ class IterableDatasetShard(Dealer, IterableDataset[Any]):
         mine = slice(share * self.process_index, share * (self.process_index + 1))
         self.real_samples = 0
         first: list[Any] = []
-        num_skipped, self.num_skipped = self.num_skipped, 0
-        for samples in rounds_of(islice(self.dataset, num_skipped, None), block):
+        for samples in rounds_of(islice(self.dataset, self.num_skipped, None), block):
             if len(samples) == block:
                 first = first or samples
             elif self.drop_last:
@@ -308,3 +307,10 @@ def sample_count(batch_sampler: Any) -> int | None:
         return loader_length(sampler)
     inner, size = sample_count(sampler), getattr(batch_sampler, "batch_size", None)
     return None if inner is None or size is None else max(inner - skipped * size, 0)
+
+
+def undealt(sampler: Any) -> Any:
+    """The sampler or batch sampler that is dealt out to processes; itself where it is not."""
+    while isinstance(sampler, (BatchSamplerShard, DealtSampler)):
+        sampler = sampler.batch_sampler if isinstance(sampler, BatchSamplerShard) else sampler.sampler
+    return sampler

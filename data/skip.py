@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
-
-from torch.utils.data import DataLoader, IterableDataset
 
 from ..distributed.errors import ConfigError, DataError, check_integer
 from .loader import PreparedLoader
-from .samplers import SkippingSampler, index_source, with_options
 from .sizes import loader_length
+from .skipping import reads_by_index, without_first
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
@@ -38,24 +35,16 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
             "current pass alone; whole passes are chosen by loader.set_epoch(epoch)."
         )
     if not isinstance(dataloader, PreparedLoader):
-        clone = _skipping_indices(dataloader, num_batches)
-        return PreparedLoader(dataloader, skip_batches=num_batches) if clone is None else clone
+        if reads_by_index(dataloader):
+            return without_first(dataloader, num_batches)
+        return PreparedLoader(dataloader, skip_batches=num_batches)
     prepared = dataloader.attached_to(dataloader.active)
     prepared.origin = dataloader
     prepared.num_before = dataloader.num_before + num_batches
     prepared.end_of_dataloader = False
     # What is read and thrown away already is so before indices are counted.
-    skipping = _skipping_indices(prepared.loader, num_batches) if prepared.skip_batches == 0 else None
-    if skipping is None:
-        prepared.skip_batches += num_batches
+    if prepared.skip_batches == 0 and reads_by_index(prepared.loader):
+        prepared.loader = without_first(prepared.loader, num_batches)  # type: ignore[arg-type]
     else:
-        prepared.loader = skipping
+        prepared.skip_batches += num_batches
     return prepared
-
-
-def _skipping_indices(loader: Iterable[Any], num_batches: int) -> DataLoader[Any] | None:
-    """The loader with its first indices left out, None where it does not work by indices."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return None
-    name, sampler = index_source(loader)
-    return with_options(loader, **{name: SkippingSampler(sampler, num_batches)})

@@ -24,8 +24,7 @@ def batches_from(loader: Any, num_skipped: int) -> Iterator[Any]:
     if (own := getattr(loader, "iterate_from", None)) is not None:
         return own(num_skipped)  # type: ignore[no-any-return]
     if reads_by_index(loader):
-        name, source = index_source(loader)
-        return iter(with_options(loader, **{name: SkippingSampler(source, num_skipped)}))
+        return iter(without_first(loader, num_skipped))
     iterator: Iterator[Any] = iter(loader)
     discard(iterator, num_skipped)
     return iterator
@@ -42,6 +41,12 @@ def opened_at(loader: Any, num_skipped: int, num_kept: int) -> tuple[list[Any], 
     kept = list(islice(iterator, num_kept))
     discard(iterator, num_skipped - num_kept)
     return kept, iterator
+
+
+def without_first(loader: DataLoader[Any], num_skipped: int) -> DataLoader[Any]:
+    """A loader that reads by indices like this one, each pass of which begins `num_skipped` batches later."""
+    name, source = index_source(loader)
+    return with_options(loader, **{name: SkippingSampler(source, num_skipped)})
 
 
 def reads_by_index(loader: Any) -> bool:

@@ -79,7 +79,7 @@ def _numpy_now(numpy_random: Any, known: NumpyState | None) -> NumpyState:
 
 def _put_numpy(numpy_random: Any, state: NumpyState) -> None:
     address = _address(numpy_random)
-    if address is None or state.memory is None or state.full["has_gauss"]:
+    if address is None or state.memory is None or not state.is_memory:
         numpy_random.set_state(state.full)
         return
     numpy_random.seed(0)  # so that no number waits

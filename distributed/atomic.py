@@ -46,7 +46,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _flush_folder(target.parent)
+    _flush(target.parent)
 
 
 class PartialFolder:
@@ -77,12 +77,12 @@ class PartialFolder:
             CheckpointError: something stands there by now.
         """
         self._check_free()
-        _flush_folder(self.path)
+        _flush(self.path)
         if self._replaces and self.target.is_dir():
             _exchange(self.path, self.target)
         else:
             os.rename(self.path, self.target)
-        _flush_folder(self.target.parent)
+        _flush(self.target.parent)
         _remove(self.path)  # what it has replaced
         return self.target
 
@@ -110,7 +110,7 @@ def move_into(folder: Path, place: Path) -> None:
         if os.path.lexists(place / entry.name):
             raise CheckpointError(f"{entry.name!r} is a file of the checkpoint itself. Choose another name.")
         for part in [entry, *entry.rglob("*")] if entry.is_dir() else [entry]:
-            _flush_folder(part) if part.is_dir() else _flush(part)
+            _flush(part)
         os.rename(entry, place / entry.name)
 
 
@@ -199,17 +199,9 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def _flush(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Without this a rename may be lost with the power, although the file's content was flushed."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _flush(path: Path) -> None:
+    """For folders too: a rename may else be lost with the power, although the file's content was flushed."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -13,6 +13,8 @@ What holds, with gloo, for processes that have joined by `group.connect`:
   that report on stderr and exit code 1: after 10 s in one collective, and after 20 s of anything else.
 - **A process that is killed** says nothing. The others raise `PeerFailedError` with what is known: who does not answer,
   and where those stand that do.
+- **A process that leaves in order**, or whose script ends, says so: who waits for a message of it raises
+  `PeerFailedError` at once.
 - **A backward pass of manual optimization that one process leaves out** ends all in about 5 s, see `divergence.py`.
 - **A hang** ends when the group's timeout (`InitProcessGroupKwargs(timeout=...)`) is over, plus about 5 s: those that
   wait raise `CollectiveTimeoutError` with who never arrived, and for each process its place and its Python stack. The

@@ -33,6 +33,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`, as a test wants it
     "EMA",
     "EarlyStopping",
     "EndEpoch",
+    "FSDPStrategy",
     "GarbageCollection",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
@@ -142,6 +143,7 @@ _NAMES_OF_MODULE = {
     "distributed.random": ("set_seed", "synchronize_rng_states"),
     "strategies.communication": ("DDPCommunicationHookType",),
     "strategies.ddp": ("DDPStrategy",),
+    "strategies.fsdp": ("FSDPStrategy",),
     "strategies.gradient_state": ("GradientAccumulationPlugin", "GradientState"),
     "strategies.handlers": (
         "AutocastKwargs",
@@ -220,6 +222,7 @@ if TYPE_CHECKING:
     from .distributed.random import set_seed, synchronize_rng_states
     from .strategies.communication import DDPCommunicationHookType
     from .strategies.ddp import DDPStrategy
+    from .strategies.fsdp import FSDPStrategy
     from .strategies.gradient_state import GradientAccumulationPlugin, GradientState
     from .strategies.handlers import (
         AutocastKwargs,

@@ -96,14 +96,16 @@ class Communication:
         """Whether gradients are sent as they are, by DDP itself."""
         return DDPCommunicationHookType(self.hook) is DDPCommunicationHookType.NO
 
-    def register(self, model: nn.parallel.DistributedDataParallel) -> None:
+    def register(self, model: nn.parallel.DistributedDataParallel) -> Any:
         """Let a model send its gradients in this form. Local.
 
+        Returns:
+            The state of PowerSGD; None where the form has no state.
         Raises:
             ConfigError: an option is unknown or out of range, or the device can't.
         """
         if self.is_plain:
-            return
+            return None
         kind = DDPCommunicationHookType(self.hook)
         state = _power_state(model, self.options) if kind in _POWERS else model.process_group
         hook = _hook_of(kind)
@@ -112,6 +114,7 @@ class Communication:
             hook = in_format(_FORMATS[wrapper], hook)
         # Without annotations: torch compares them with its classes, and ours are texts.
         model.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
+        return state if kind in _POWERS else None
 
 
 def compressing(dtype: torch.dtype) -> Hook:
@@ -198,6 +201,25 @@ def batched_power_sgd(state: Any, bucket: Bucket) -> Future[Tensor]:
 
     square: Any = SquareBucket(bucket)
     return powerSGD_hook(state, square).then(cut)
+
+
+_POWER_STATE = ("error_dict", "p_memory_dict", "q_memory_dict", "iter", "next_stats_report",
+                "total_numel_before_compression", "total_numel_after_compression")  # fmt: skip
+
+
+def power_tree(state: Any) -> dict[str, Any]:
+    """What PowerSGD has learnt of the gradients so far, for a checkpoint. Local."""
+    return {name: getattr(state, name) for name in _POWER_STATE} | {"rng": state.rng.get_state()}
+
+
+def restore_power(state: Any, tree: Mapping[str, Any], device: torch.device) -> None:
+    """Take back what `power_tree` gave. Local."""
+    for name in _POWER_STATE:
+        value = tree[name]
+        if isinstance(value, dict):
+            value = {index: tensor.to(device) for index, tensor in value.items()}
+        setattr(state, name, value)
+    state.rng.set_state(tree["rng"])
 
 
 def _hook_of(kind: DDPCommunicationHookType) -> Hook:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,8 @@ from torch.optim import Optimizer
 from ..distributed import watch
 from ..distributed.errors import ConfigError, check_boolean, check_integer
 from .averaging import average_gradients, broadcast_tensors
-from .communication import DDPCommunicationHookType
+from .buckets import bucket_order, restore_bucket_order
+from .communication import DDPCommunicationHookType, power_tree, restore_power
 from .handlers import DistributedDataParallelKwargs
 from .optimizer import move_optimizer_state
 from .outcome import StepOutcome
@@ -25,6 +27,7 @@ from .replica import (
     has_open_forward,
     must_reduce,
     note_backward,
+    num_forward_passes,
     replicate,
     translated,
     zero_loss,
@@ -91,6 +94,8 @@ class DDPStrategy(Strategy):
         check_boolean("DDPStrategy(sync_batchnorm)", sync_batchnorm)
         self._post_local = _read_post_local(post_local_sgd, post_local_sgd_period, self.settings)
         self._replicas: list[DistributedDataParallel] = []
+        self._powers: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+        """The state of PowerSGD for each of them, None where gradients are sent in another form."""
         self._manual: list[nn.Module] = []
         """Models whose gradients `backward` averages itself."""
         self._paused: list[nn.Module] = []
@@ -124,7 +129,7 @@ class DDPStrategy(Strategy):
         with watch.collective(f"setup of {type(model).__name__}"):
             device = torch.device("cpu") if ignores_device_maps() else self.device
             replica = replicate(model, method, device, self.settings.to_kwargs())
-        self.settings.register_comm_hook(replica)
+        self._powers[replica] = self.settings.register_comm_hook(replica)
         if self._post_local is not None:
             self._post_local.register(replica)
         self._replicas.append(replica)
@@ -167,7 +172,7 @@ class DDPStrategy(Strategy):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         replica = find_replica(model)
         if replica is not None:
-            return nullcontext() if must_reduce(replica) else replica.no_sync()
+            return nullcontext() if must_reduce(replica) else _NotReducing(replica)
         manual = self._find_manual(model)
         return nullcontext() if manual is None else self._pausing(manual)
 
@@ -212,6 +217,50 @@ class DDPStrategy(Strategy):
         replicas = [replica for model in models if (replica := find_replica(model)) is not None]
         return Join(list(replicas)) if replicas else nullcontext()
 
+    def process_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """The order of the buckets, its own buffers, and what it knows of compressed or postponed averaging. Local."""
+        replica, buffers = find_replica(model), self._own_buffers(model)
+        if replica is None:
+            return {"buffers": buffers}
+        power = self._powers[replica]
+        return {
+            "buffers": buffers,
+            "shares_next": replica.require_forward_param_sync,
+            "buckets": bucket_order(replica),
+            "power_sgd": None if power is None else power_tree(power),
+            "post_local": None if self._post_local is None else self._post_local.process_state(replica, optimizers),
+        }
+
+    def load_process_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
+        own, saved = dict(self.unwrap(model).named_buffers()), state.get("buffers", {})
+        with torch.no_grad():
+            for name in saved.keys() & own.keys():
+                own[name].copy_(saved[name])
+        replica = find_replica(model)
+        if replica is None or "buckets" not in state:
+            return
+        replica.require_forward_param_sync = state["shares_next"]
+        with watch.collective("restoring the order of gradients"):
+            restore_bucket_order(replica, state["buckets"])
+        power = self._powers[replica]
+        if power is not None and state["power_sgd"] is not None:
+            restore_power(power, state["power_sgd"], self.device)
+        if self._post_local is not None and state["post_local"] is not None:
+            self._post_local.load_process_state(replica, optimizers, state["post_local"])
+
+    def _own_buffers(self, model: nn.Module) -> dict[str, Tensor]:
+        """The buffers of a process beside the main one, where its next forward pass does not get those of the main
+        process: in manual mode, where buffers are not shared, and where the newest forward pass was not the last one of
+        a window.
+        """
+        replica = find_replica(model)
+        shares_next = replica is not None and replica.require_forward_param_sync
+        if self.process.is_main_process or (self.settings.broadcast_buffers and shares_next):
+            return {}
+        module = self.unwrap(model)
+        saved = module.state_dict().keys()
+        return {name: buffer for name, buffer in module.named_buffers() if name in saved}
+
     def teardown(self) -> None:
         """Forget the models, whose backward averages nothing any more. Local."""
         for replica in self._replicas:
@@ -254,6 +303,28 @@ class DDPStrategy(Strategy):
     def _translated(self, error: RuntimeError) -> RuntimeError | None:
         found = (translated(error, replica) for replica in self._replicas)
         return next((translation for translation in found if translation is not None), None)
+
+
+class _NotReducing:
+    """A context whose backward passes reduce nothing: torch's `no_sync`, which is entered in each micro-batch."""
+
+    __slots__ = ("_before", "_model", "_num_passes", "_replica")
+
+    def __init__(self, replica: DistributedDataParallel) -> None:
+        self._replica = replica
+        self._model = replica.module
+
+    def __enter__(self) -> None:
+        replica = self._replica
+        self._before, self._num_passes = replica.require_backward_grad_sync, num_forward_passes(self._model)
+        replica.require_backward_grad_sync = False
+
+    def __exit__(self, *error: object) -> None:
+        replica = self._replica
+        replica.require_backward_grad_sync = self._before
+        if error[0] is None and num_forward_passes(self._model) > self._num_passes:
+            # It has broadcast the buffers of this window. One that an exception has left early does not say so itself.
+            replica.require_forward_param_sync = False
 
 
 @contextmanager

@@ -112,13 +112,15 @@ class DistributedDataParallelKwargs(KwargsHandler):
         # Not super(): a dataclass with slots is a new class, which super() without arguments does not know.
         return {k: v for k, v in KwargsHandler.to_kwargs(self).items() if not k.startswith("comm_")}
 
-    def register_comm_hook(self, model: nn.parallel.DistributedDataParallel) -> None:
+    def register_comm_hook(self, model: nn.parallel.DistributedDataParallel) -> Any:
         """Let a model send its gradients in this form; does nothing for `"no"`. Local.
 
+        Returns:
+            The state of PowerSGD; None where the form has no state.
         Raises:
             ConfigError: the device can't.
         """
-        self.communication.register(model)
+        return self.communication.register(model)
 
 
 @dataclass(frozen=True, slots=True)

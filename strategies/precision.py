@@ -163,7 +163,8 @@ class ScaledPrecision(MixedPrecision):
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.scaler.load_state_dict(dict(state))
+        if state:  # it is empty where the run had another precision, which the resume tells of
+            self.scaler.load_state_dict(dict(state))
 
 
 _SMALLEST_SCALE = 2.0**-40

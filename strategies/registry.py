@@ -20,11 +20,13 @@ SINGLE = "single"
 """The word for one process on one device."""
 DDP = "ddp"
 """The word for a copy of the model in each process."""
+FSDP = "fsdp"
+"""The word for a part of the model in each process."""
 
 _strategies: Registry[Strategy] = Registry(
     Strategy,
     option="strategy",
-    built_in={DDP: "ddp:DDPStrategy", SINGLE: "single:SingleDeviceStrategy"},
+    built_in={DDP: "ddp:DDPStrategy", FSDP: "fsdp:FSDPStrategy", SINGLE: "single:SingleDeviceStrategy"},
     package=__package__,
     group=ENTRY_POINT_GROUP,
     reserved=(AUTO,),

@@ -71,6 +71,11 @@ def note_backward(replica: DistributedDataParallel) -> None:
         replica.__dict__[_AT_BACKWARD] = module.num_calls
 
 
+def num_forward_passes(model: nn.Module) -> int:
+    """Calls so far of the model in a replica, known where another method than forward is called; else 0. Local."""
+    return model.num_calls if isinstance(model, MethodForward) else 0
+
+
 def has_open_forward(replica: DistributedDataParallel) -> bool:
     """Whether the newest forward pass has had no backward, since its loss was left out. Local.
 

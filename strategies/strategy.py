@@ -86,6 +86,19 @@ class Strategy(ABC):
         method: Callable[..., Any] = getattr(self.unwrap(model), name)
         return method
 
+    def evaluation_method(self, model: nn.Module, name: str) -> Callable[..., Any]:
+        """A method of the model as an evaluation calls it. Local.
+
+        Args:
+            model: what `setup` returned.
+            name: the method.
+        """
+        method: Callable[..., Any] = getattr(self.unwrap(model), name)
+        return method
+
+    def finish_evaluation(self) -> None:
+        """End this process's calls of an evaluation, where it needs other processes and they it. Collective."""
+
     def setup_dataloader(
         self,
         loader: Iterable[Any],
@@ -146,6 +159,16 @@ class Strategy(ABC):
     def take_part(self, model: nn.Module) -> None:
         """Take part in the reduction of gradients with zeros, in a process that has no loss to reduce. Collective."""
 
+    def sit_out(self, model: nn.Module) -> None:
+        """Take part in the passes of a micro-batch that reduces nothing, in a process that has no loss in it.
+        Collective where each pass is.
+        """
+
+    def forget_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Clear the gradients of a window that will not be closed, also those that were not reduced yet. Local."""
+        self.precision.forget(optimizer)
+        optimizer.zero_grad()
+
     def synchronize_buffers(self, model: nn.Module) -> None:
         """Give all processes the buffers of process 0, such as the means of batch norm. Collective."""
 
@@ -173,6 +196,11 @@ class Strategy(ABC):
         """Cut unscaled gradients to the range from `-value` to `value`."""
         torch.nn.utils.clip_grad_value_(list(parameters), value)
 
+    @property
+    def can_save_alone(self) -> bool:
+        """Whether one process has the whole state, so that it can save it when others have failed."""
+        return True
+
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """The full state of the unwrapped model. Collective."""
         return self.unwrap(model).state_dict()
@@ -189,12 +217,12 @@ class Strategy(ABC):
         """Take back what `optimizer_state` gave."""
         optimizer.load_state_dict(dict(state))
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the strategy itself, of this process alone. Local."""
+    def process_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """What a checkpoint keeps of this process alone: what makes its next step differ from that of others. Local."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave, after `setup`. Local."""
+    def load_process_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
+        """Take back what `process_state` gave, after the model's and the optimizers' states. Collective."""
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The model without what data parallelism and the compiler put around it. Nothing is changed."""

@@ -64,7 +64,7 @@ def _read(file: Path) -> Any:
         return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, read_pickle(file))
 
 
-_NOTHING: dict[str, Any] = {"random": None, "loaders": None, "gradients": None, "strategy": {}}
+_NOTHING: dict[str, Any] = {"random": None, "loaders": None, "gradients": None, "strategy": []}
 """The tree of a process of which nothing is known."""
 
 

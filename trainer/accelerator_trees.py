@@ -85,7 +85,7 @@ def process_tree(preparation: Preparation) -> dict[str, Any]:
         "random": random_tree(strategy.device),
         "loaders": [loader.current_position() for loader in preparation.loaders],
         "gradients": _gradients(preparation) if is_window_open(preparation) else None,
-        "strategy": strategy.state_dict(),
+        "strategy": [strategy.process_state(model, _optimizers_of(preparation, model)) for model in preparation.models],
     }
 
 
@@ -157,12 +157,13 @@ def restore(saved: SavedState, preparation: Preparation, custom: Sequence[Any]) 
     strategy.gradient_state.window_size = saved.common["window_size"] or strategy.gradient_state.num_steps
     for item, each in zip(custom, saved.common["custom"], strict=True):
         item.load_state_dict(each["state"])
-    _restore_gradients(saved, preparation)
     own = saved.own
+    for model, each in zip(preparation.models, () if own is None else own["strategy"], strict=False):
+        strategy.load_process_state(model, _optimizers_of(preparation, model), each)
+    _restore_gradients(saved, preparation)
     if own is None:
         saved.inexact.append("random states are not restored, as another number of processes saved them")
         return
-    strategy.load_state_dict(own["strategy"])
     if own["random"] is not None and (missing := restore_random_tree(own["random"], strategy.device)):
         saved.inexact.append(f"the checkpoint has no random state of {missing}, which go on as they are")
 
@@ -214,6 +215,11 @@ def _model_of(preparation: Preparation, optimizer: Optimizer) -> nn.Module:
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     found = (model for model in preparation.models if any(id(p) in own for p in model.parameters()))
     return next(found, preparation.models[0] if preparation.models else nn.Module())
+
+
+def _optimizers_of(preparation: Preparation, model: nn.Module) -> list[Optimizer]:
+    optimizers = [gated.optimizer for gated in preparation.optimizers]
+    return [each for each in optimizers if _model_of(preparation, each) is model]
 
 
 def _as_many(

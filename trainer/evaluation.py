@@ -76,7 +76,7 @@ def evaluate(run: Run, stage: Stage, data: EvaluationData) -> dict[str, float]:
     run.strategy.synchronize_buffers(run.model)
     paired = run.paired(stage.start, stage.end, lambda: (metrics,))
     with ending_together(run), evaluating(run, stage, data) as log, paired:
-        with ending_together(run):
+        with ending_together(run), in_turns(run):
             for step, batch, index in batches_of(run, stage, data, log):
                 run_batch(run, stage, step, batch, index)
                 if run.signal is not None and run.agreement is None:
@@ -98,22 +98,27 @@ def sanity_check(run: Run, data: EvaluationData, num_batches: int) -> None:
     No event fires and no metric is kept.
     """
     with evaluating(run, VALIDATION, data, name="sanity") as log:
-        for (suffix, loader), limit in zip(data.loaders.items(), data.limits, strict=True):
-            step = step_of(run, VALIDATION, data, suffix)
-            count = num_batches if limit is None else min(num_batches, limit)
-            log.see(suffix, 0)
-            for index, batch in enumerate(islice(loader, count)):
-                log.samples = samples_of(run, batch)
-                log.see(suffix, 1)
-                try:
-                    step(batch, index)
-                except BaseException as error:
-                    error.add_note(
-                        f"raised while validation was tried on {num_batches} batches before training; "
-                        "sanity_val_batches=0 leaves this out"
-                    )
-                    raise
+        try:
+            with in_turns(run):
+                _try_batches(run, data, log, num_batches)
+        except BaseException as error:
+            error.add_note(
+                f"raised while validation was tried on {num_batches} batches before training; sanity_val_batches=0 "
+                "leaves this out"
+            )
+            raise
         log.epoch_values()
+
+
+def _try_batches(run: Run, data: EvaluationData, log: MetricLog, num_batches: int) -> None:
+    for (suffix, loader), limit in zip(data.loaders.items(), data.limits, strict=True):
+        step = step_of(run, VALIDATION, data, suffix)
+        count = num_batches if limit is None else min(num_batches, limit)
+        log.see(suffix, 0)
+        for index, batch in enumerate(islice(loader, count)):
+            log.samples = samples_of(run, batch)
+            log.see(suffix, 1)
+            step(batch, index)
 
 
 def predict(run: Run, data: EvaluationData, writer: Callable[[Any, Any, int], None] | None = None) -> list[Any]:
@@ -127,7 +132,8 @@ def predict(run: Run, data: EvaluationData, writer: Callable[[Any, Any, int], No
     """
     kept: list[Any] = []
     run.strategy.synchronize_buffers(run.model)
-    with ending_together(run), evaluating(run, PREDICT, data) as log, run.paired(PREDICT.start, PREDICT.end):
+    seal = evaluating(run, PREDICT, data)
+    with ending_together(run), seal as log, run.paired(PREDICT.start, PREDICT.end), in_turns(run):
         for step, batch, index in batches_of(run, PREDICT, data, log):
             outputs = run_batch(run, PREDICT, step, batch, index)
             if writer is None:
@@ -162,6 +168,17 @@ def ending_together(run: Run) -> Iterator[None]:
 
 
 @contextmanager
+def in_turns(run: Run) -> Iterator[None]:
+    """A context for all steps of an evaluation, also where it ends early: other processes may have more to do."""
+    try:
+        yield
+    except StopRun:
+        run.strategy.finish_evaluation()
+        raise
+    run.strategy.finish_evaluation()
+
+
+@contextmanager
 def evaluating(run: Run, stage: Stage, data: EvaluationData, name: str | None = None) -> Iterator[MetricLog]:
     """The seal around an evaluation, with the stage's own log of metrics in the place of the outer one.
 
@@ -177,6 +194,9 @@ def evaluating(run: Run, stage: Stage, data: EvaluationData, name: str | None = 
         run.evaluation = data
         try:
             yield run.log
+        except BaseException:
+            run.log.reset()  # torchmetrics objects begin the next pass with nothing of this one
+            raise
         finally:
             run.state.stage, run.log = outer
             watch.stand(run.state.stage, run.state.step)
@@ -223,7 +243,8 @@ def run_batch(run: Run, stage: Stage, step: Callable[..., Any], batch: Any, inde
 def step_of(run: Run, stage: Stage, data: EvaluationData, suffix: str) -> Callable[..., Any]:
     """The task's method for one loader, called with a batch and its index."""
     number = list(data.loaders).index(suffix)
-    return bind_step(getattr(run.task, stage.step), run.precision, dataloader_idx=number)
+    through = run.strategy.evaluation_method(run.model, stage.step)
+    return bind_step(getattr(run.task, stage.step), run.precision, through, dataloader_idx=number)
 
 
 def samples_of(run: Run, batch: Any) -> int | AmbiguousBatchSizeError | None:

@@ -38,7 +38,9 @@ from .saves import announce_stop, save_what_was_asked
 def fit(run: Run, training: Training) -> None:
     """Train until a limit is reached or a stop is asked for."""
     state = run.state
-    drop_open_window(run, training)  # that of an earlier run, which ended in the middle of it
+    forget_gradients(run, training)  # those of an earlier run, which ended in the middle of a window
+    if run.resumption is not None:
+        run.resumption.restore_gradients(run)
     try:
         with run.paired(Callback.on_fit_start, Callback.on_fit_end, holds_stop=True), refused(SkipBatch, EndEpoch):
             if training.validation and training.sanity_batches and run.resumption is None:
@@ -64,6 +66,7 @@ def fit(run: Run, training: Training) -> None:
         run.heed(stop)
     record_late(run)
     save_what_was_asked(run, training)
+    run.saves.are_over = True
 
 
 def fit_epoch(run: Run, training: Training) -> None:
@@ -117,7 +120,7 @@ def go_on_inside(run: Run, training: Training) -> None:
     assert run.resumption is not None
     run.resumption.restore_log(run)  # without what `on_epoch_start` has logged a second time
     run.resumption.restore_random(run)
-    if training.validation_due and not run.is_stopping:
+    if training.validation_due:  # also where the run ends here: its epoch's record comes behind it
         with run.steered():
             validate(run, training)
 
@@ -156,6 +159,7 @@ def fit_window(run: Run, training: Training, window: Window) -> None:
         state = run.state
         training.opened_at = state.batch, state.micro_step, state.samples, state.tokens
     last = len(window.batches) - 1
+    training.passes = 0
     try:
         for position in range(len(window.batches)):
             gradient_state.sync_gradients = window.closes and position == last
@@ -167,6 +171,9 @@ def fit_window(run: Run, training: Training, window: Window) -> None:
     except (EndEpoch, StopRun) as flow:
         if agreement is None:
             raise
+        with run.strategy.no_sync(run.model):
+            for _ in range(training.passes, last if window.closes else last + 1):
+                run.strategy.sit_out(run.model)
         agreement.leave(training, flow)
     if window.closes:
         training.opened_at = None
@@ -198,12 +205,15 @@ def fit_batch(run: Run, training: Training, window: Window, position: int) -> No
                 loss = training.loss.take(outputs)
                 if loss is not None:
                     backward(run, loss)
+                    training.passes += 1
             else:
                 outputs = manual_step(run, training, batch, index)
         except SkipBatch:
             outputs = None  # a batch without a loss
             if loss is not None:
                 training.loss.leave_out()
+        if training.passes == position and not run.strategy.gradient_state.sync_gradients:
+            sit_out(run, training)
         try:
             if training.is_automatic and run.strategy.gradient_state.sync_gradients:
                 step(run, training)
@@ -220,6 +230,13 @@ def fit_batch(run: Run, training: Training, window: Window, position: int) -> No
         raise
     if emit := events[Callback.on_batch_end]:
         emit(outputs)
+
+
+def sit_out(run: Run, training: Training) -> None:
+    """A micro-batch without a loss, in a window that goes on: other processes may have one."""
+    if training.is_automatic and run.agreement is not None:
+        run.strategy.sit_out(run.model)
+        training.passes += 1
 
 
 def count_batch(run: Run, training: Training, batch: Any, samples: object) -> None:
@@ -455,21 +472,28 @@ def close_open_window(run: Run, training: Training) -> None:
     """Step on a window that was carried over an epoch's end and finds no further batch, over what it holds."""
     if training.carried:
         training.carried = 0
+        training.closed_early = True
         training.logged_at = -1  # what was recorded before belongs to another step
         run.gradient_state.sync_gradients = True
         step(run, training)
 
 
 def drop_open_window(run: Run, training: Training) -> None:
-    """Forget the gradients of a window that will not be closed."""
+    """Forget the gradients of a window that will not be closed. Between windows those of a manual task stay."""
+    is_open = training.is_automatic or training.opened_at is not None
     if training.carried or not run.is_stopping:
         training.opened_at = None  # it is left out; only a run that stops may train it again later, and not half of it
     training.carried = 0
     if training.reader is not None:
         training.reader.carried = 0
+    if is_open:
+        forget_gradients(run, training)
+
+
+def forget_gradients(run: Run, training: Training) -> None:
+    """Clear the gradients of all optimizers."""
     for optimizer in training.optimizers:
-        run.strategy.precision.forget(optimizer)
-        optimizer.zero_grad()
+        run.strategy.forget_gradients(run.model, optimizer)
 
 
 def not_counted(run: Run, error: AmbiguousBatchSizeError) -> AmbiguousBatchSizeError:

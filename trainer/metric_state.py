@@ -18,6 +18,7 @@ def log_tree(log: MetricLog, task: nn.Module) -> dict[str, Any]:
     """The sums and single values that a log holds, and the states of the task's torchmetrics objects. Local."""
     return {
         "window": log.window,
+        "samples": log.samples if isinstance(log.samples, int) else None,
         "metrics": {name: _metric_tree(metric, task) for name, metric in log.metrics.items()},
         "objects": {name: _object_tree(each) for name, each in _objects(task)},
     }
@@ -33,7 +34,7 @@ def restore_log(log: MetricLog, trees: Sequence[Mapping[str, Any]], task: nn.Mod
         device: where values are held that were on a device.
     """
     for number, tree in enumerate(trees):
-        log.window = tree["window"]
+        log.window, log.samples = tree["window"], tree["samples"]  # what events log weighs as the newest batch
         for name, saved in tree["metrics"].items():
             _restore_metric(log, name, saved, device)
         if number == 0:

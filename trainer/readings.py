@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..callbacks.limits import Limits
+from ..callbacks.state import RunState
 from ..distributed.errors import ConfigError
 from ..distributed.process import ProcessState
 from ..strategies.optimizer import GatedOptimizer
@@ -29,6 +30,8 @@ class RunReadings:
     """The layer that carries out the steps."""
     settings: Settings
     """What the arguments mean."""
+    state: RunState
+    """The counters of the run."""
     _run: Run | None
     _newest_run: Run | None
     _newest_fit: Run | None
@@ -123,6 +126,13 @@ class RunReadings:
         return self.settings.accumulate
 
     @property
+    def window_start(self) -> int:
+        """The micro-step at which the open accumulation window began; between windows the next one."""
+        run = self._newest("window_start")
+        opened_at = None if run.training is None else run.training.opened_at
+        return run.state.micro_step if opened_at is None else opened_at[1]
+
+    @property
     def is_fast_dev_run(self) -> bool:
         """Whether this only tries everything."""
         return self.settings.is_fast_dev_run
@@ -132,6 +142,12 @@ class RunReadings:
         """Whether the training run validates."""
         run = self._run or self._newest_fit
         return run is not None and run.training is not None and run.training.validation is not None
+
+    @property
+    def has_validated(self) -> bool:
+        """Whether a validation inside the training was finished."""
+        training = self._newest("has_validated").training
+        return training is not None and training.validated_at is not None
 
     @property
     def num_evaluation_batches(self) -> int | None:

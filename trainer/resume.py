@@ -23,6 +23,8 @@ from .metric_state import restore_log
 from .migrations import migrated
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..distributed.process import ProcessState
     from .directories import RunDirectories
     from .run import Run, Training
@@ -43,6 +45,8 @@ class Resumption:
     """This process's random states, None where the earlier leg had no such process."""
     logged: Sequence[Mapping[str, Any]] = ()
     """The trees of the processes whose logged values this one goes on with."""
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    """Those that a task in manual mode had gathered in this process for a step to come."""
     is_inside_epoch: bool = False
     """Whether the run goes on inside an epoch, and has not done so yet."""
 
@@ -62,6 +66,10 @@ class Resumption:
         restore_log(run.training_log, [tree["log"] for tree in self.logged], run.task, run.device)
         if run.training_log.exchange is not None and self.logged:
             run.training_log.exchange.load_state_dict(self.logged[0]["seen"])
+
+    def restore_gradients(self, run: Run) -> None:
+        """Put back the gradients that wait for a step. Local."""
+        states.restore_gradients(run.task, self.gradients)
 
     def restore_random(self, run: Run) -> None:
         """Put this process's random states back. Local.
@@ -156,11 +164,17 @@ def _look(resume_from: str | Path | Launch, folders: Sequence[Path]) -> Checkpoi
     if isinstance(resume_from, Launch):
         return _look_for_launch(resume_from, folders)
     if isinstance(resume_from, Path):
-        return open_checkpoint(resume_from)
+        try:
+            return open_checkpoint(resume_from)
+        except CheckpointError as error:
+            if resume_from.exists():
+                raise
+            expected = "Expected 'latest', 'best', or the path of a checkpoint."
+            raise CheckpointError(f"resume_from: {error} {expected}") from None
     if resume_from == BEST:
         for folder in folders:
             if (found := best(folder)) is not None:
-                return open_checkpoint(found.path)
+                return found
         raise CheckpointError(
             f"resume_from='best': no checkpoint with a score in {_listed(folders)}. ModelCheckpoint(monitor=...) gives "
             "them one."
@@ -168,7 +182,7 @@ def _look(resume_from: str | Path | Launch, folders: Sequence[Path]) -> Checkpoi
     for folder in folders:
         if (found := newest(folder)) is not None:
             return found
-    logger.info("resume_from='latest': no checkpoint in %s. The run begins anew.", _listed(folders))
+    logger.warning("resume_from='latest': no checkpoint in %s. The run begins anew.", _listed(folders))
     return None
 
 
@@ -213,6 +227,10 @@ def restore(run: Run, training: Training, resumption: Resumption) -> None:
     training.begin_schedules(run.state)
     for function in run.trainer.functions:
         function.reset(run.state)
+    if run.trainer.settings.overfit_batches is not None:
+        resumption.inexact.append(
+            "overfit_batches takes the loader's first batches anew, which are others where it shuffles or augments"
+        )
     resumption.inexact += checkpoint.manifest.inexact
 
 
@@ -227,12 +245,13 @@ def _restore_processes(run: Run, training: Training, resumption: Resumption) -> 
     same = before == count and len(names) == count
     own = trees[0] if same else None
     resumption.random = None if own is None else own["random"]
+    resumption.gradients = {} if own is None else own["gradients"]
     resumption.logged = trees
     resumption.restore_log(run)
     if run.agreement is not None:
         run.agreement.had_loss = any(tree["had_loss"] for tree in trees)
     if own is not None:
-        run.strategy.load_state_dict(own["strategy"])
+        run.strategy.load_process_state(run.model, training.optimizers, own["strategy"])
     else:
         resumption.inexact.append(
             f"{before} processes trained so far, of which the states of {len(names)} were saved, and {count} go on: "

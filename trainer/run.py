@@ -105,6 +105,8 @@ class Training:
     """The windows of the running epoch."""
     carried: int = 0
     """Micro-batches in a window that an epoch's end left open."""
+    closed_early: bool = False
+    """Whether the run's end closed such a window, which another epoch would have gone on with."""
     wait_seconds: float = 0.0
     """Time spent waiting for data in the passes that are over."""
     tokens: Any = 0
@@ -113,6 +115,8 @@ class Training:
     """The micro-step and the step of the newest validation."""
     validation_due: bool = False
     """Whether a validation came due that is not finished."""
+    passes: int = 0
+    """Micro-batches of the newest window that went backward here, or were sat out."""
     is_stepping: bool = False
     """Whether the optimizer's step goes on, which leaves weights half done if it fails."""
     opened_at: tuple[int, int, int, int] | None = None
@@ -153,7 +157,7 @@ class Training:
 
     def resume_validation(self, positions: Mapping[str, Any]) -> None:
         """Let the loaders of the validation go on with the pass that was next."""
-        for suffix, loader in (() if self.validation is None else self.validation.loaders.items()):
+        for suffix, loader in () if self.validation is None else self.validation.loaders.items():
             if suffix in positions:
                 loader.resume(positions[suffix])
 

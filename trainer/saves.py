@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..callbacks.callback import Callback
+from ..callbacks.callback import Callback, StopRun
 from ..checkpoint.contents import Contents
 from ..checkpoint.manifest import Facts
 from ..checkpoint.names import plain_names
@@ -61,6 +61,8 @@ class Saves:
     """How the configuration differs from that of the earlier leg."""
     is_told: bool = False
     """Whether `on_stop` has fired."""
+    are_over: bool = False
+    """Whether no boundary comes any more at which a request would be served."""
 
     @property
     def is_idle(self) -> bool:
@@ -93,16 +95,20 @@ def save_now(run: Run, training: Training, request: SaveRequest) -> Path:
         CheckpointError: it can't be written.
     """
     if run.error is None:
-        return _save(run, training, request)
+        return _write_now(run, training, request)  # nobody would wait for a background thread, or hear of its failure
     if not run.trainer.process.is_main_process:
         return request.path
+    if not run.strategy.can_save_alone:
+        raise CheckpointError(
+            "nothing was saved: an exception ended the run, and each process has a part of the weights alone."
+        )
     if training.is_stepping:
         raise CheckpointError("nothing was saved: the exception came out of the optimizer's step, half done.")
     show_training_weights(run)  # where the exception came out of a validation
     reasons = ["an exception ended the run: random states are those of that moment"]
     if run.trainer.process.num_processes > 1:
         reasons.append("the other processes' states are not in it")
-    return _write(run, training, request, inexact=reasons, alone=True)
+    return _write_now(run, training, request, inexact=reasons, alone=True)
 
 
 def finish_saves(run: Run) -> None:
@@ -113,7 +119,10 @@ def finish_saves(run: Run) -> None:
     """
     while run.saves.pending:
         run.saves.pending[0].wait()
-        _announce_committed(run)
+        try:
+            _announce_committed(run)
+        except StopRun as stop:  # the run is over already
+            run.heed(stop)
 
 
 @contextmanager
@@ -138,23 +147,24 @@ def announce_stop(run: Run, training: Training) -> None:
     save_what_was_asked(run, training)
 
 
-def _save(run: Run, training: Training, request: SaveRequest) -> Path:
-    path = _write(run, training, request)
+def _save(run: Run, training: Training, request: SaveRequest) -> None:
+    in_background = run.device.type != "cpu" if request.asynchronous is None else request.asynchronous
+    if in_background:
+        run.trackers.flush()
+        contents, facts = _contents(run, training), _facts(run, training, request, ())
+        run.saves.newest = start_saving(request.path, contents, facts, previous=run.saves.newest)
+        run.saves.pending.append(run.saves.newest)
+    else:
+        _write_now(run, training, request)
     _announce_committed(run)
-    return path
 
 
-def _write(
+def _write_now(
     run: Run, training: Training, request: SaveRequest, *, inexact: Sequence[str] = (), alone: bool = False
 ) -> Path:
     began = time.monotonic()
     run.trackers.flush()
     contents, facts = _contents(run, training), _facts(run, training, request, inexact)
-    in_background = run.device.type != "cpu" if request.asynchronous is None else request.asynchronous
-    if in_background and not alone:
-        run.saves.newest = start_saving(request.path, contents, facts, previous=run.saves.newest)
-        run.saves.pending.append(run.saves.newest)
-        return request.path
     path = save_checkpoint(request.path, contents, facts, alone=alone)
     run.saves.seconds = time.monotonic() - began
     run.emit(Callback.on_saved, path)
@@ -193,6 +203,8 @@ def _identity(run: Run) -> dict[str, Any]:
 
 def _facts(run: Run, training: Training, request: SaveRequest, inexact: Sequence[str]) -> Facts:
     trainer = run.trainer
+    if training.closed_early:
+        inexact = [*inexact, "the run's end stepped on an accumulation window that the next epoch would have filled"]
     return Facts(
         progress=states.progress_of(run, training),
         world_size=trainer.process.num_processes,

@@ -9,13 +9,14 @@ from types import NoneType
 from typing import Any
 
 from ..checkpoint.reading import open_checkpoint
-from ..checkpoint.weights import save_weights, weights_file
-from ..distributed.errors import ConfigError
+from ..checkpoint.weights import weights_file, write_weights
+from ..distributed.errors import CheckpointError, ConfigError
 from ..strategies.precision import Precision
 from .readings import RunReadings
 from .resume import read_resume_from
 from .saves import read_request, save_now
 from .showing import showing_weights
+from .state_methods import plain_state
 
 EXACTNESS = (
     "precision", "compile", "accumulate", "accumulate_across_epochs", "clip_norm", "clip_value", "limit_batches",
@@ -33,7 +34,8 @@ class RunSaving(RunReadings):
     """What `load_state` was given."""
 
     def save_model(self, path: str | Path) -> Path:
-        """Write the task's weights as safetensors, whole or not at all. Local: the main process writes, others don't.
+        """Write the task's weights as safetensors, whole or not at all, on the main process. Collective where each
+        process has a part of them, else local.
 
         A process that reads the file waits for it first: `trainer.process.wait_for_everyone()`, on all of them. Inside
         `fit`, where a callback averages the weights, these are the averages.
@@ -42,11 +44,16 @@ class RunSaving(RunReadings):
             path: of the file, or of a folder that gets `model.safetensors`.
         Returns:
             The file's path.
+        Raises:
+            CheckpointError: an exception is ending the run, and the main process has a part of the weights alone.
         """
-        if not self.process.is_main_process:
-            return weights_file(path)
+        if self._run is not None and self._run.error is not None and not self.strategy.can_save_alone:
+            raise CheckpointError(
+                "no weights were saved: an exception ended the run, and each process has a part of them alone."
+            )
         with nullcontext() if self._run is None else showing_weights(self._run):
-            return save_weights(self.unwrapped_model(), path)
+            state = plain_state(self.strategy, self._newest("save_model").model)
+            return write_weights(state, path) if self.process.is_main_process else weights_file(path)
 
     def save_state(
         self, path: str | Path, *, scores: Sequence[Mapping[str, Any]] = (), asynchronous: bool | None = None
@@ -54,7 +61,8 @@ class RunSaving(RunReadings):
         """Keep the whole state of the training in a checkpoint, from which `fit(resume_from=path)` goes on. Collective.
 
         Inside `fit` it is written at the end of the running step boundary, when everything that is due there is done;
-        `on_saved` tells that it is whole. Where an exception is ending the run, and after `fit`, it is written at once.
+        `on_saved` tells that it is whole. Where an exception is ending the run, in `on_teardown` and after `fit`, it is
+        written at once, and never in the background.
 
         Args:
             path: the folder that it becomes, which must not exist.
@@ -71,7 +79,7 @@ class RunSaving(RunReadings):
         run = self._run or self._newest_fit
         if run is None or run.training is None:
             raise ConfigError("trainer.save_state without a training. Call fit first, or save_model for the weights.")
-        if run is not self._run or run.error is not None:
+        if run is not self._run or run.error is not None or run.saves.are_over:
             return save_now(run, run.training, request)
         run.saves.requests.append(request)
         return request.path

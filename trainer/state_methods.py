@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.entries import check_tensor, separate, tied_names
+from ..checkpoint.entries import check_tensor, tied_names
 from ..checkpoint.names import plain_names
+from ..checkpoint.tensor_file import write_tensors
 from ..checkpoint.weights import write_weights
 from ..distributed.atomic import whole_file
 from ..distributed.errors import CheckpointError, ConfigError
@@ -141,13 +142,10 @@ def tensor_writer(obj: Any) -> Callable[[Path | BinaryIO], None]:
     for name, tensor in obj.items():
         check_tensor(name, tensor)
     ties = tied_names(obj)
-    tensors = separate({name: tensor for name, tensor in obj.items() if name not in ties})
-    data = safetensors.torch.save(tensors, metadata={"format": "pt"})
+    tensors = {name: tensor for name, tensor in obj.items() if name not in ties}
 
     def write(target: Path | BinaryIO) -> None:
-        if isinstance(target, Path):
-            target.write_bytes(data)
-        else:
-            target.write(data)
+        with target.open("xb") if isinstance(target, Path) else nullcontext(target) as file:
+            write_tensors(file, tensors, {"format": "pt"})
 
     return write

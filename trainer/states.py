@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..callbacks.callback import Callback
@@ -18,6 +18,8 @@ from ..callbacks.order import state_keys
 from ..callbacks.state import COUNTERS
 from ..distributed.errors import CheckpointError
 from ..distributed.random import random_tree
+from ..strategies.optimizer import parameters_of
+from ..strategies.outcome import StepOutcome
 from .metric_state import log_tree
 from .optimizer_state import add_missing_groups, check_groups, check_kinds, optimizer_trees
 
@@ -43,7 +45,7 @@ def progress_of(run: Run, training: Training) -> dict[str, Any]:
 
 def common_tree(run: Run, training: Training) -> dict[str, Any]:
     """What all processes share, and `on_save_state` may add to. Fires the event. Local."""
-    callbacks = {key: state for key, each in state_keys(run.trainer.callbacks).items() if (state := each.state_dict())}
+    callbacks = {key: state for key, each in state_keys(run.trainer.callbacks).items() if (state := state_of(each))}
     tree = {
         "version": VERSION,
         "progress": progress_of(run, training),
@@ -67,11 +69,22 @@ def common_tree(run: Run, training: Training) -> dict[str, Any]:
         },
         "loss": {"num_none": training.loss.num_none, "reference": training.loss.reference},
     }
-    own = set(tree)
+    own = dict(tree)
     run.emit(Callback.on_save_state, tree)
-    if lost := own - tree.keys():
-        raise CheckpointError(f"on_save_state removed {sorted(lost)} from the state. Add entries, and leave these.")
+    if changed := sorted(name for name in own if tree.get(name) is not own[name]):
+        raise CheckpointError(
+            f"on_save_state removed or replaced {changed} of the state. Add entries under other names, and leave these."
+        )
     return tree
+
+
+def state_of(callback: Callback) -> Any:
+    """The state of a callback; what it raises says whose it is. Local."""
+    try:
+        return callback.state_dict()
+    except Exception as error:
+        error.add_note(f"raised by {type(callback).__name__}.state_dict")
+        raise
 
 
 def optimizers_tree(run: Run, training: Training) -> list[dict[str, Any]]:
@@ -90,8 +103,28 @@ def process_tree(run: Run, training: Training) -> dict[str, Any]:
         "log": log_tree(run.training_log, run.task),
         "seen": {} if run.training_log.exchange is None else run.training_log.exchange.state_dict(),
         "had_loss": agreement is not None and agreement.had_loss,
-        "strategy": run.strategy.state_dict(),
+        "strategy": run.strategy.process_state(run.model, training.optimizers),
+        "gradients": pending_gradients(run, training),
     }
+
+
+def pending_gradients(run: Run, training: Training) -> dict[str, Tensor]:
+    """The gradients that a task in manual mode has gathered for a step to come: of optimizers that did not step in the
+    newest micro-batch. Local.
+    """
+    waiting = [gated.optimizer for gated in training.gated if gated.outcome is StepOutcome.ACCUMULATED]
+    if training.is_automatic or not waiting:
+        return {}
+    wanted = {id(parameter) for optimizer in waiting for parameter in parameters_of(optimizer)}
+    named = run.task.named_parameters()
+    return {name: p.grad for name, p in named if id(p) in wanted and p.grad is not None}
+
+
+def restore_gradients(task: nn.Module, gradients: Mapping[str, Tensor]) -> None:
+    """Put back what `pending_gradients` gave. Local."""
+    for name, parameter in task.named_parameters():
+        if name in gradients:
+            parameter.grad = gradients[name].to(parameter.device)
 
 
 def restore_counters(run: Run, tree: Mapping[str, Any]) -> None:
@@ -129,7 +162,11 @@ def restore_callbacks(callbacks: Sequence[Callback], states: Mapping[str, Any]) 
     keys = state_keys(callbacks)
     for key, each in keys.items():
         if key in states:
-            each.load_state_dict(states[key])
+            try:
+                each.load_state_dict(states[key])
+            except Exception as error:
+                error.add_note(f"raised by {type(each).__name__}.load_state_dict")
+                raise
     missing = [key for key in states if key not in keys]
     new = [key for key, each in keys.items() if key not in states and each.state_dict()]
     texts = [f"the checkpoint holds the states of {missing}, which are not among the callbacks"] if missing else []

@@ -208,8 +208,8 @@ class Trainer(RunSaving):
             val: the same for validation, where several loaders are validated one after another.
             resume_from: `"latest"`: the newest whole checkpoint of this run, or a new beginning where there is none;
                 `"best"`: the best one; or the path of a checkpoint. Words look where callbacks keep checkpoints, and in
-                the folder of the run; without a `name`, of the newest run of this task. None: a new run; but in
-                processes that `loopwright launch --max_restarts` has started again, the first `fit` goes on with
+                `checkpoints` in the run's folder; without a `name`, of the newest run of this task. None: a new run;
+                but in processes that `loopwright launch --max_restarts` has started again, the first `fit` goes on with
                 theirs.
         Raises:
             ConfigError, TaskError, DataError: before anything runs, when something is missing or contradicts itself.
@@ -278,7 +278,8 @@ class Trainer(RunSaving):
                 f"this Trainer is running {self._run.state.stage} of {type(self._run.task).__name__} already. "
                 "Use another Trainer inside it."
             )
-        wanted, self._next_resume = read_resume_from(resume_from or self._next_resume), None
+        wanted = read_resume_from(self._next_resume if resume_from is None else resume_from)
+        self._next_resume = None
         self._connect()
         if self.settings.seed is not None:
             set_seed(self.settings.seed)

@@ -106,7 +106,7 @@ def _as_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _show_tree(checkpoint: Checkpoint, tree: str, *, as_json: bool) -> None:
-    lines = list(outline(checkpoint, tree))
+    lines = outline(checkpoint, tree)
     if as_json:
         print(json.dumps([{"path": path, "value": value} for path, value in lines], indent=2))
         return

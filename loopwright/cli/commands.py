@@ -97,6 +97,7 @@ def _fit(config: ParsedConfig, options: Options) -> None:
     task, data, trainer = config.build()
     _describe_run(task, trainer, config)
     train, val = loader_of(data, "train"), loader_of(data, "val", is_required=False)
+    trainer.on("fit_start", lambda *_: _say_where_it_begins(trainer))
     trainer.on("fit_start", lambda *_: _save_config(trainer, config))
     try:
         trainer.fit(task, train, val, resume_from=config.sources.resume_from)
@@ -132,6 +133,11 @@ def _describe_run(task: Task, trainer: Trainer, config: ParsedConfig) -> None:
     trainer.config.update(values["trainer"])
     if "data" in values:
         trainer.config["data"] = values["data"]
+
+
+def _say_where_it_begins(trainer: Trainer) -> None:
+    if trainer.process.is_main_process and trainer.resumed_step is not None:
+        print(f"Goes on behind step {trainer.resumed_step}, in {trainer.run_directory}")
 
 
 def _save_config(trainer: Trainer, config: ParsedConfig) -> None:

@@ -79,9 +79,9 @@ class Evidence:
         if name == "position in the data":
             return {key: own[key] for key in ("data", "validation", "log", "strategy")}
         common = self._without_folder(checkpoint.tree("state"))
-        if name == "callbacks":
-            return common["callbacks"]
-        return {key: value for key, value in common.items() if key != "callbacks"}
+        if name in ("callbacks", "metrics"):
+            return common[name]
+        return {key: value for key, value in common.items() if key not in ("callbacks", "metrics")}
 
     def _without_folder(self, value: Any) -> Any:
         """The same for runs in different folders."""
@@ -94,10 +94,10 @@ class Evidence:
 
 PARTS = (
     "order of samples", "tracker rows", "weights", "optimizers", "random states", "position in the data",
-    "counters and schedules", "callbacks",
+    "counters and schedules", "metrics", "callbacks",
 )  # fmt: skip
 """What is compared, in the order in which a difference shows first."""
-MAY_VARY = ("tracker rows", "callbacks")
+MAY_VARY = ("tracker rows", "metrics", "callbacks")
 """The parts in which a run may differ from itself: a rate of samples per second is never the same twice."""
 
 

@@ -14,6 +14,16 @@ from torch import Tensor, nn
 from loopwright import Callback, ModelCheckpoint, Task, Trainer
 from loopwright.checkpoint.reading import open_checkpoint
 
+EVERY = [
+    (2, 1, [2, 4, 6]),
+    ("2 steps", 2, [2]),
+    ("2 batches", 3, [1, 2]),
+    ("0.5 epoch", 1, [3, 6]),
+    (["first", "last"], 1, [1, 6]),
+    (["4 samples", "5 steps"], 1, [4, 5]),
+]
+"""`every` and `accumulate`, and the steps at which a run of 6 batches of one sample then saves."""
+
 
 class Counting(Task):
     """Its weight falls by the batch's value at each step. Validation logs the given values, and NaN before training."""

@@ -25,23 +25,9 @@ from loopwright.strategies.precision import ScaledPrecision
 from loopwright.trainer.task import Task
 
 from ..trainer.tiny import Scalar, Watch, batches, fit, ones, trainer
+from .rising import Rising
 
 Run = Callable[..., list[Any]]
-
-
-class Seen(Scalar):
-    """A `Scalar` whose weight grows by 1 per step; notes the weight that each validation sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return -super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen.append(self.value)
-        self.log("val", self.w)
 
 
 class Net(Task):
@@ -93,7 +79,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 def test_by_hand_once_per_step_and_only_validation_sees_it() -> None:
-    task, ema = Seen(), EMA(0.5)
+    task, ema = Rising(), EMA(0.5)
     fit(task, ones(6), ones(1), callbacks=ema, val_every=1, accumulate=2)
     assert task.seen == [0.5, 1.25, 2.125]
     assert (task.value, ema.averages["w"].item(), ema.num_averaged) == (3.0, 2.125, 3)
@@ -111,7 +97,7 @@ def test_by_hand_once_per_step_and_only_validation_sees_it() -> None:
 def test_start_and_every(options: dict[str, Any], wanted: list[float]) -> None:
     ema, found = EMA(0.5, **options), []
 
-    class Validated(Seen):
+    class Validated(Rising):
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
             found.append(ema.averages["w"].item() if ema.num_averaged else 0.0)
 
@@ -121,7 +107,7 @@ def test_start_and_every(options: dict[str, Any], wanted: list[float]) -> None:
 
 def test_a_skipped_step_does_not_move_it() -> None:
     precision = ScaledPrecision(torch.device("cpu"), torch.amp.GradScaler("cpu", init_scale=65536.0))
-    task, ema = Seen(), EMA(0.5)
+    task, ema = Rising(), EMA(0.5)
     found = fit(task, [*batches(float("inf")), *ones(2)], callbacks=ema, precision=precision)
     assert (found.state.step, found.state.skipped_steps, ema.num_averaged) == (2, 1, 2)
     assert ema.averages["w"].item() == 1.25
@@ -156,7 +142,7 @@ def test_which_buffers_are_averaged() -> None:
 
 
 def test_half_precision_is_averaged_in_float32() -> None:
-    class Half(Seen):
+    class Half(Rising):
         def __init__(self) -> None:
             super().__init__()
             self.w = nn.Parameter(torch.tensor(256.0, dtype=torch.bfloat16))
@@ -240,12 +226,12 @@ def test_it_hears_of_a_step_in_which_another_callback_ended_the_run() -> None:
         raise StopRun
 
     ema = EMA(0.5)
-    fit(Seen(), ones(3), callbacks=[Watch(step=stop), ema])
+    fit(Rising(), ones(3), callbacks=[Watch(step=stop), ema])
     assert (ema.num_averaged, ema.averages["w"].item()) == (1, 0.5)
 
 
 def test_a_window_that_only_the_runs_end_closes_counts() -> None:
-    task, ema = Seen(), EMA(0.5)
+    task, ema = Rising(), EMA(0.5)
     fit(task, ones(3), ones(1), callbacks=ema, accumulate=2, accumulate_across_epochs="carry", val_every="last")
     assert (ema.num_averaged, task.seen) == (2, [1.25])
 
@@ -277,7 +263,7 @@ def test_validation_that_fails_gives_the_weights_back() -> None:
 
 
 def test_a_buffer_that_validation_replaces_is_put_back() -> None:
-    class Replacing(Seen):
+    class Replacing(Rising):
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("mean", torch.zeros(1))
@@ -296,12 +282,12 @@ def test_a_buffer_that_validation_replaces_is_put_back() -> None:
 
 
 def test_the_average_after_fit() -> None:
-    task, ema = Seen(), EMA(0.5)
+    task, ema = Rising(), EMA(0.5)
     with pytest.raises(ConfigError, match=r"EMA has averaged nothing so far. Call fit first"):
         ema.applied_to(task)
     found = fit(task, ones(3), callbacks=ema)
     found.validate(task, ones(1))
-    other = Seen()
+    other = Rising()
     with ema.applied_to(task), ema.applied_to(other):
         found.validate(task, ones(1))
         assert other.value == 2.125
@@ -311,7 +297,7 @@ def test_the_average_after_fit() -> None:
 
 
 def test_final_leaves_the_average_of_a_run_that_ends_in_order() -> None:
-    task = Seen()
+    task = Rising()
     found = fit(task, ones(3), callbacks=EMA(0.5, final=True))
     assert task.value == 2.125
     with pytest.raises(CheckpointError, match="EMA has left the averages in the task, so that a training that goes on"):
@@ -324,7 +310,7 @@ def test_final_leaves_the_weights_of_a_run_that_fails() -> None:
         if index == 2:
             raise OSError("no more")
 
-    task = Seen()
+    task = Rising()
     with pytest.raises(OSError, match="no more"):
         fit(task, ones(4), callbacks=[EMA(0.5, final=True), Watch(batch_start=end)])
     assert task.value == 2
@@ -335,14 +321,14 @@ def test_final_leaves_the_weights_of_a_run_that_a_signal_ends() -> None:
         if trainer.state.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    task = Seen()
+    task = Rising()
     with pytest.raises(SystemExit, match="143"):
         fit(task, ones(4), callbacks=[EMA(0.5, final=True), Watch(step=end)])
     assert task.value == 2
 
 
 def test_a_second_fit_begins_anew() -> None:
-    task, ema = Seen(), EMA(0.5)
+    task, ema = Rising(), EMA(0.5)
     found = fit(task, ones(3), callbacks=ema)
     found.fit(task, ones(1))
     assert (ema.num_averaged, ema.averages["w"].item()) == (1, 3.5)
@@ -358,7 +344,7 @@ def test_files_of_weights_hold_the_average() -> None:
         saved.append(load_file(trainer.save_model("weights"))["w"].item())
 
     saver = ModelCheckpoint(monitor="val", save_weights_only=True)
-    task, ema = Seen(), EMA(0.5)
+    task, ema = Rising(), EMA(0.5)
     fit(task, ones(3), ones(1), callbacks=[Watch(step=save), saver, ema], val_every=1)
     assert saved == [0.5, 1.25, 2.125]
     assert saver.best_score == 0.5
@@ -374,13 +360,13 @@ def test_without_evaluates_it_only_watches() -> None:
     def save(trainer: Any, task: Any, outcome: Any) -> None:
         saved.append(load_file(trainer.save_model("weights"))["w"].item())
 
-    task, ema = Seen(), EMA(0.5, evaluates=False)
+    task, ema = Rising(), EMA(0.5, evaluates=False)
     fit(task, ones(2), ones(1), callbacks=[Watch(step=save), ema], val_every=1)
     assert (task.seen, saved, ema.averages["w"].item()) == ([1.0, 2.0], [1.0, 2.0], 1.25)
 
 
 def test_a_checkpoint_of_a_validation_that_fails_holds_the_training_weights() -> None:
-    class Failing(Seen):
+    class Failing(Rising):
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
             super().validation_step(batch, batch_idx)
             if self.value > 1:
@@ -399,7 +385,7 @@ def test_a_checkpoint_of_a_validation_that_fails_holds_the_training_weights() ->
 
 def test_two_that_evaluate_are_refused_before_training() -> None:
     with pytest.raises(ConfigError, match=r"EMA, SWA would each evaluate their averages, of which a run has one. Keep"):
-        fit(Seen(), ones(2), callbacks=[EMA(), SWA()])
+        fit(Rising(), ones(2), callbacks=[EMA(), SWA()])
 
 
 def test_another_callback_may_give_the_weights() -> None:
@@ -407,9 +393,9 @@ def test_another_callback_may_give_the_weights() -> None:
         def evaluation_weights(self, trainer: Any, task: Any) -> Any:
             return average.applied_to(task)
 
-    average, other_task = EMA(0.0), Seen()
+    average, other_task = EMA(0.0), Rising()
     fit(other_task, ones(1), callbacks=average)
-    task = Seen()
+    task = Rising()
     fit(task, ones(3), ones(1), callbacks=Zero())
     assert (task.seen, task.value) == ([1.0], 3.0)
     with pytest.raises(ConfigError, match="Zero, EMA each want weights of theirs evaluated in the place"):
@@ -417,7 +403,7 @@ def test_another_callback_may_give_the_weights() -> None:
 
 
 def test_two_decays_at_once() -> None:
-    task, slow, fast = Seen(), EMA(0.5), EMA(0.0, evaluates=False)
+    task, slow, fast = Rising(), EMA(0.5), EMA(0.0, evaluates=False)
     fit(task, ones(3), ones(1), callbacks=[fast, slow])
     assert task.seen == [2.125]
     assert fast.averages["w"].item() == 3
@@ -458,15 +444,15 @@ def copies_of(ema: EMA) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("averages", "message"),
     [
-        ({"x": torch.zeros(())}, "averages of EMA for weights that Seen lacks: x. Resume with the task that was saved"),
-        ({"w": torch.zeros(2)}, r"an average of EMA for 'w' of shape \(2,\), and Seen has \(\)"),
+        ({"x": torch.zeros(())}, "averages of EMA for weights that Rising lacks: x. Resume with the task"),
+        ({"w": torch.zeros(2)}, r"an average of EMA for 'w' of shape \(2,\), and Rising has \(\)"),
     ],
 )
 def test_state_of_another_model_is_refused(averages: Any, message: str) -> None:
     ema = EMA()
     ema.load_state_dict({"num_averaged": 1, "newest_step": 1, "averages": averages})
     with pytest.raises(CheckpointError, match=message):
-        fit(Seen(), ones(1), callbacks=ema)
+        fit(Rising(), ones(1), callbacks=ema)
 
 
 @pytest.mark.parametrize(

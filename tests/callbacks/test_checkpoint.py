@@ -21,7 +21,7 @@ from loopwright.checkpoint.claims import FolderClaim
 from loopwright.checkpoint.finding import best, newest
 from loopwright.checkpoint.reading import open_checkpoint
 
-from .counting import Counting, batches, fit, states
+from .counting import EVERY, Counting, batches, fit, states
 
 
 def steps(folder: Path) -> list[int]:
@@ -48,17 +48,7 @@ def test_the_newest_is_kept_as_a_folder_named_by_its_step(tmp_path: Path) -> Non
     assert newest(folder).manifest.progress["batch"] == 2  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("every", "accumulate", "expected"),
-    [
-        (2, 1, [2, 4, 6]),
-        ("2 steps", 2, [2]),
-        ("2 batches", 3, [1, 2]),
-        ("0.5 epoch", 1, [3, 6]),
-        (["first", "last"], 1, [1, 6]),
-        (["4 samples", "5 steps"], 1, [4, 5]),
-    ],
-)
+@pytest.mark.parametrize(("every", "accumulate", "expected"), EVERY)
 def test_every_is_read_in_the_one_grammar(tmp_path: Path, every: Any, accumulate: int, expected: list[int]) -> None:
     fit(ModelCheckpoint(every, top_k=-1, last=False, directory="out"), train=batches(6), accumulate=accumulate)
     assert steps(tmp_path / "out") == expected

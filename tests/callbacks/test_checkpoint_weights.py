@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from loopwright import Callback, MetricError, ModelCheckpoint
-from loopwright.callbacks.kept_files import KeptFiles, SavedFile
+from loopwright.callbacks.kept_checkpoints import KeptCheckpoints, SavedCheckpoint
 
-from .counting import batches, files, fit
+from .counting import EVERY, batches, files, fit
 
 Files = partial(ModelCheckpoint, save_weights_only=True)
 
@@ -50,17 +50,7 @@ def test_loader_without_length_is_saved_at_each_epochs_end(tmp_path: Path) -> No
     assert files(tmp_path / "out") == {"step=2.safetensors": -2.0, "step=4.safetensors": -4.0}
 
 
-@pytest.mark.parametrize(
-    ("every", "accumulate", "steps"),
-    [
-        (2, 1, [2, 4, 6]),
-        ("2 steps", 2, [2]),
-        ("2 batches", 3, [1, 2]),
-        ("0.5 epoch", 1, [3, 6]),
-        (["first", "last"], 1, [1, 6]),
-        (["4 samples", "5 steps"], 1, [4, 5]),
-    ],
-)
+@pytest.mark.parametrize(("every", "accumulate", "steps"), EVERY)
 def test_every_is_read_in_the_one_grammar(tmp_path: Path, every: Any, accumulate: int, steps: list[int]) -> None:
     checkpoint = Files(every, top_k=-1, last=False, directory=tmp_path / "out")
     fit(checkpoint, train=batches(6), accumulate=accumulate)
@@ -80,10 +70,10 @@ def test_b32_newest_files_are_kept_by_number_not_by_text(tmp_path: Path) -> None
     checkpoint = Files(1, top_k=3, last=False, directory=tmp_path / "out")
     fit(checkpoint, train=batches(11))
     assert files(tmp_path / "out").keys() == {"step=9.safetensors", "step=10.safetensors", "step=11.safetensors"}
-    kept = KeptFiles(2, None)
+    kept = KeptCheckpoints(2, None)
     for step in (99, 100, 9900, 10000):
-        kept.add(SavedFile(Path(f"step={step}"), step, None))
-    assert [file.step for file in kept.files] == [10000, 9900]
+        kept.add(SavedCheckpoint(Path(f"step={step}"), step, None))
+    assert [file.step for file in kept.ranked] == [10000, 9900]
 
 
 def test_b34_nan_is_never_best_and_any_finite_value_replaces_it(tmp_path: Path) -> None:

@@ -102,8 +102,8 @@ def _messages(with_callbacks: bool, epochs: int) -> int:
 
 def test_callbacks_that_do_not_steer_cost_no_message_per_step(two_processes: Run) -> None:
     count = {(given, n): two_processes(_messages, given, n)[0] for given in (False, True) for n in (1, 3)}
-    # Per epoch `ModelCheckpoint` tells the others of one file.
-    assert count[True, 3] - count[True, 1] == count[False, 3] - count[False, 1] + 2
+    # Per epoch `ModelCheckpoint` tells the others of one file, and that it is whole.
+    assert count[True, 3] - count[True, 1] == count[False, 3] - count[False, 1] + 2 * 2
 
 
 class Watch(Callback):

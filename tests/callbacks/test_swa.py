@@ -23,23 +23,10 @@ from loopwright.distributed.random import get_random_state
 from loopwright.trackers.memory import MemoryTracker
 from loopwright.trainer.task import Task
 
-from ..trainer.tiny import Recorder, Scalar, Watch, fit, ones
+from ..trainer.tiny import Recorder, Watch, fit, ones
+from .rising import Rising
 
 Run = Callable[..., list[Any]]
-
-
-class Growing(Scalar):
-    """A `Scalar` whose weight grows by 1 per step at a rate of 1; notes what each validation sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return -super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen.append(self.value)
 
 
 class Normed(Task):
@@ -88,7 +75,7 @@ def numbers(count: int) -> list[Tensor]:
     ],
 )
 def test_which_weights_are_averaged(options: dict[str, Any], seen: list[float], last: float) -> None:
-    task = Growing()
+    task = Rising()
     fit(task, ones(2), ones(1), max_epochs=4, callbacks=SWA(**options))
     assert task.seen == seen
     assert task.value == last
@@ -209,7 +196,7 @@ def test_data_that_comes_once_leaves_averaged_statistics() -> None:
 
 
 def test_nothing_averaged_is_said() -> None:
-    task = Growing()
+    task = Rising()
     with pytest.warns(UserWarning, match="SWA averaged nothing in 3 steps: the task keeps its training weights. No po"):
         fit(task, ones(5), max_steps=3, callbacks=SWA(0.5))
     assert task.value == 3
@@ -221,7 +208,7 @@ def test_nothing_averaged_is_said() -> None:
 # The rate.
 
 
-class Rates(Growing):
+class Rates(Rising):
     """Notes the rate of each step; its schedule halves it."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
@@ -255,7 +242,7 @@ def test_its_rate_takes_the_place_of_the_schedules(make: Callable[[Any], Any]) -
 def test_records_show_its_rate() -> None:
     tracker = MemoryTracker()
     fit(
-        Growing(), ones(2), max_epochs=2, trackers=tracker, log_every=1,
+        Rising(), ones(2), max_epochs=2, trackers=tracker, log_every=1,
         callbacks=[LearningRateMonitor(), SWA(0.5, lr=0.25)],
     )  # fmt: skip
     shown = {step: values["lr"] for step, values in tracker.runs[0].records if "lr" in values}

@@ -19,7 +19,8 @@ from loopwright.callbacks.swa import SWA
 from loopwright.strategies.precision import ScaledPrecision
 from loopwright.trainer.task import Task
 
-from ..trainer.tiny import Scalar, Watch, fit, ones
+from ..callbacks.rising import Rising
+from ..trainer.tiny import Watch, fit, ones
 from ..trainer.tiny import trainer as make_trainer
 
 
@@ -51,20 +52,6 @@ def test_b82_statistics_are_means_over_the_batches_of_one_pass() -> None:
     assert swa.num_averaged == 1
     assert (task.norm.running_mean, task.norm.running_var) == (torch.tensor([4.0]), torch.tensor([2.0]))
     assert (task.norm.momentum, int(task.norm.num_batches_tracked)) == (0.1, 2)
-
-
-class Rising(Scalar):
-    """Its weight rises by 1 in each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return -super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.seen.append(self.value)
 
 
 def save_at_third_validation(trainer: Any, task: Any, metrics: Any) -> None:

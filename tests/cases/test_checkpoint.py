@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from loopwright.callbacks.checkpoint import ModelCheckpoint
-from loopwright.callbacks.kept_files import KeptFiles, SavedFile
+from loopwright.callbacks.kept_checkpoints import KeptCheckpoints, SavedCheckpoint
 from loopwright.checkpoint.finding import find_checkpoints, newest
 from loopwright.distributed.errors import CheckpointError
 from loopwright.trainer.task import Task
@@ -106,10 +106,10 @@ def test_b31_a_save_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
 def test_b32_the_newest_are_kept_by_number_not_by_text(tmp_path: Path) -> None:
     fit(ModelCheckpoint(1, top_k=3, directory="out", filename="{step}"), train=batches(11))
     assert states(tmp_path / "out") == {"step=10": -10.0, "step=11": -11.0, "step=9": -9.0}
-    kept = KeptFiles(2, None)
+    kept = KeptCheckpoints(2, None)
     for step in (99, 100, 9900, 10000):
-        kept.add(SavedFile(Path(f"step={step}"), step, None))
-    assert [file.step for file in kept.files] == [10000, 9900]
+        kept.add(SavedCheckpoint(Path(f"step={step}"), step, None))
+    assert [file.step for file in kept.ranked] == [10000, 9900]
 
 
 @pytest.mark.parametrize("weights_only", [False, True])

@@ -27,7 +27,7 @@ from loopwright.checkpoint.pickled import PickledWeights, read_pickle
 from loopwright.checkpoint.reading import open_checkpoint
 from loopwright.checkpoint.saving import save_checkpoint
 from loopwright.checkpoint.sources import Renamed, plainly_named
-from loopwright.checkpoint.weights import load_weights, read_weights, save_weights
+from loopwright.checkpoint.weights import load_weights, save_weights
 from loopwright.distributed.errors import CheckpointError, ConfigError
 
 SCRIPT = Path(__file__).with_name("foreign_files.py")
@@ -145,7 +145,7 @@ class TestPickles:
         net = Net()
         load_weights(net, tmp_path / name)
         assert equal(net, state)
-        assert read_weights(tmp_path / name)[1] == {"3.weight": "2.weight"}
+        assert open_weights(tmp_path / name).aliases == {"3.weight": "2.weight"}
 
     @pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model", "module"])
     def test_a_state_dict_beside_other_things(self, tmp_path: Path, key: str) -> None:

@@ -146,7 +146,8 @@ def test_files_that_do_not_belong_to_it_are_not_read(saved: Path) -> None:
 def test_what_is_no_checkpoint_is_explained(saved: Path, tmp_path: Path) -> None:
     cases = {
         tmp_path / "all" / "b": "is no checkpoint: it is not there. Beside it: a.",
-        saved.parent: "is no checkpoint: but it holds some: a. Name one of them.",
+        saved.parent: "is no checkpoint: it holds some: a. Name one of them.",
+        saved.parent.parent: "is no checkpoint: it holds some: all/a. Name one of them.",
         saved / "state.json": "is no checkpoint: it is a file.",
     }
     (tmp_path / "others").mkdir()

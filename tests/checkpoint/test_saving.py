@@ -311,10 +311,10 @@ def test_pain_20_a_background_save_holds_the_values_of_its_call(tmp_path: Path) 
 def test_the_memory_of_a_background_save_is_used_again(tmp_path: Path) -> None:
     first = start_saving(tmp_path / "1", contents_of(1.0), FACTS)
     first.wait()
-    before = [memory.data_ptr() for memory in first._copies._memory]
+    before = [copy.data_ptr() for copy in first._copies._copies]
     second = start_saving(tmp_path / "2", contents_of(2.0), FACTS, previous=first)
     second.wait()
-    assert [memory.data_ptr() for memory in second._copies._memory] == before
+    assert [copy.data_ptr() for copy in second._copies._copies] == before
     third = start_saving(tmp_path / "3", contents_of(3.0, size=7), FACTS, previous=second)
     third.wait()
     assert [values_of(tmp_path / name) for name in "123"] == [{1.0}, {2.0}, {3.0}]

@@ -17,7 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from loopwright.checkpoint.weights import LoadReport, load_weights, read_weights, save_weights, write_weights
+from loopwright.checkpoint.others import open_weights
+from loopwright.checkpoint.weights import LoadReport, load_weights, save_weights, write_weights
 from loopwright.distributed.errors import CheckpointError
 
 
@@ -223,7 +224,7 @@ def test_every_dtype_comes_back_as_it_was(tmp_path: Path) -> None:
         module.register_buffer(f"of_{str(dtype).rpartition(chr(46))[2]}", torch.ones(3).to(dtype))
     module.register_buffer("empty", torch.empty(0, 2))
     module.register_buffer("scalar", torch.tensor(2.0))
-    saved, _ = read_weights(save_weights(module, tmp_path / "w.safetensors"))
+    saved = open_weights(save_weights(module, tmp_path / "w.safetensors"))
     for name, value in module.state_dict().items():
         assert saved[name].dtype == value.dtype
         assert saved[name].shape == value.shape

@@ -24,6 +24,7 @@ from .resumable import (
     OTHERS,
     SIZE,
     Noisy,
+    NoisyShuffledStream,
     NoisyStream,
     OwnLoader,
     RaggedBatches,
@@ -32,6 +33,7 @@ from .resumable import (
     plain,
     prepared,
     read,
+    stateful,
 )
 
 WORKERS: dict[str, dict[str, Any]] = {
@@ -280,6 +282,22 @@ def test_streams_without_a_state_are_read_and_thrown_away_by_samples() -> None:
     ]
 
 
+def test_a_start_that_is_given_up_leaves_nothing_out_of_a_stream() -> None:
+    def make(w: int) -> PreparedLoader:
+        return prepared(DataLoader(NoisyShuffledStream(), batch_size=2), 0, w)
+
+    whole = read(make(2), 2)
+    one = make(1)
+    read(one, 1, 2)
+    loader = make(2)
+    loader.resume(one.position(2))
+    assert loader.first_batch == 1
+    assert read(loader, 2) == whole
+    loader.resume(one.position(2))
+    assert [loader.remainder for _ in loader] == [-1, -1, 1], "9 samples are left, in rounds of 4"
+    assert read(loader, 2) == whole
+
+
 def test_what_is_no_position_and_other_loaders_are_refused() -> None:
     loader = prepared(DataLoader(Noisy(), batch_size=2))
     position = loader.position(0)
@@ -302,6 +320,18 @@ def test_what_is_no_position_and_other_loaders_are_refused() -> None:
     read(own, 0, 1)
     with pytest.raises(DataError, match="the samples that were seen can't be counted"):
         loader.resume(own.position(1))
+
+
+def test_the_state_that_was_loaded_last_counts() -> None:
+    loader = prepared(stateful(Noisy(), batch_size=2))
+    whole = read(loader, 0)
+    iterator = iter(loader)
+    next(iterator)
+    state, position = loader.state_dict(), loader.position(0) | {"batch": 4}
+    other = prepared(stateful(Noisy(), batch_size=2))
+    other.resume(position)
+    other.load_state_dict(state)
+    assert indices([plain(batch) for batch in other]) == indices(whole[1:])
 
 
 def test_the_state_of_a_stateful_loader_is_kept_for_what_is_ahead() -> None:

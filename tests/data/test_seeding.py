@@ -35,6 +35,7 @@ from loopwright.data.streams import seed_all
 
 from .resumable import (
     MAKERS,
+    OTHERS,
     DrawingSampler,
     Noisy,
     NoisyStream,
@@ -266,8 +267,7 @@ def test_a_carried_stream_goes_on_where_it_was_left() -> None:
     stream = CarriedStream(derived_seed("a"))
     found = []
     for _ in range(2):
-        with stream.used():
-            found.append(noise())
+        found.append(stream.draw(noise))
         random.random()
         numpy.random.rand()
     assert found == expected
@@ -278,7 +278,72 @@ def test_seeds_are_of_the_epoch_and_the_loader() -> None:
     def of(**options: int) -> int:
         seeds = DataSeeds(5, options.get("process", 0), ordinal=options.get("ordinal", 0), by_batch=True)
         seeds.set_epoch(options.get("epoch", 0))
-        return seeds.of(options.get("number", 0))
+        return seeds.pass_seed
 
     assert of() == of() == of(process=1)
-    assert len({of(), of(epoch=1), of(ordinal=1), of(number=1)}) == 4
+    assert len({of(), of(epoch=1), of(ordinal=1)}) == 3
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "own_sampler", "own_loader", "stream"])
+def test_a_pass_keeps_its_numbers_while_others_begin(kind: str) -> None:
+    make = (MAKERS | OTHERS)[kind]
+    whole = prepared(make())
+    passes = [[plain(batch) for batch in whole] for _ in range(3)]
+    loader = prepared(make())
+    before = draws()
+    outer, inner, ends = [], [], []
+    for batch in loader:
+        outer.append(plain(batch))
+        ends.append(loader.end_of_dataloader)
+        if len(inner) < 2:
+            inner.append([plain(batch) for batch in loader])
+    assert outer == passes[0]
+    assert inner == passes[:2], "the first is in the same epoch, whose end it is"
+    assert ends == [*[False] * (len(outer) - 1), True]
+    assert draws() == before
+    beside = prepared(make())
+    assert [(plain(a), plain(b)) for a, b in zip(beside, beside, strict=True)] == list(zip(outer, outer, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "own_sampler", "own_loader", "stream"])
+def test_a_loop_that_is_left_early_leaves_nothing(kind: str) -> None:
+    make = (MAKERS | OTHERS)[kind]
+    whole = prepared(make())
+    passes = [[plain(batch) for batch in whole] for _ in range(2)]
+    loader = prepared(make())
+    before = draws()
+    for _ in loader:
+        break
+    iterator = iter(loader)
+    next(iterator)
+    iterator.close()  # type: ignore[attr-defined]
+    assert draws() == before
+    assert [[plain(batch) for batch in loader] for _ in range(2)] == passes
+    assert draws() == before
+
+
+def test_the_trainings_streams_are_left_alone_by_an_interruption() -> None:
+    class Interrupted(DrawingSampler):
+        def __iter__(self) -> Iterator[int]:
+            noise()
+            yield 0
+            noise()
+            raise KeyboardInterrupt("now")
+
+    class InterruptedLoader(OwnLoader):
+        def __iter__(self) -> Iterator[Tensor]:
+            noise()
+            raise KeyboardInterrupt("now")
+
+    for loader in (DataLoader(TensorDataset(torch.zeros(3)), sampler=Interrupted()), InterruptedLoader()):
+        ready = prepared(loader)
+        before = draws()
+        with pytest.raises(KeyboardInterrupt, match="now"):
+            read(ready, 0)
+        assert draws() == before
+    stream = CarriedStream(4)
+    too_short = torch.zeros(3, dtype=torch.uint8)
+    stream._own = stream._own._replace(torch_cpu=too_short)  # so that putting them stops halfway
+    with pytest.raises(RuntimeError, match="size"):
+        stream.draw(noise)
+    assert draws() == before

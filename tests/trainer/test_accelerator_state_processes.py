@@ -74,7 +74,7 @@ def fail(folder: str) -> list[str]:
     texts = []
     holder = nn.Module()
     if trained.accelerator.process_index == 1:
-        trained.accelerator.strategy.state_dict = lambda: {"wrong": holder}  # type: ignore[method-assign]
+        trained.accelerator.strategy.process_state = lambda *_: {"wrong": holder}  # type: ignore[method-assign]
     try:
         trained.accelerator.save_state(folder)
     except CheckpointError as error:
@@ -100,7 +100,7 @@ def fail(folder: str) -> list[str]:
 def test_errors_are_told_to_all(two_processes: Any, tmp_path: Path) -> None:
     first, second = two_processes(fail, str(tmp_path / "state"))
     assert first == second
-    assert "process 1: process-00001.strategy.wrong" in first[0]
+    assert "process 1: process-00001.strategy[0].wrong" in first[0]
     assert "do not fit Sequential: mismatched (3): 0.weight" in first[1]
     assert "is no checkpoint" in first[2]
     assert first[3].startswith("process 1: the checkpoint has the states of 0 objects []")

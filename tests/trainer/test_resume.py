@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from loopwright.callbacks.callback import Callback
@@ -22,7 +21,7 @@ from loopwright.checkpoint.finding import find_checkpoints, newest
 from loopwright.checkpoint.reading import open_checkpoint
 from loopwright.distributed.errors import CheckpointError, ConfigError
 
-from .resuming import Samples, Setting, Stop, Story, differences, loader_of
+from .resuming import Samples, Setting, Stop, Story, differences
 from .tiny import Scalar, Watch, batches, ones, trainer
 
 AT_END = Stop("stop", 999)
@@ -59,7 +58,8 @@ class TestLimits:
     @pytest.mark.parametrize("limit", [{"max_epochs": 1}, {"max_epochs": None, "max_steps": 4}])
     def test_the_same_again_trains_nothing_and_is_whole(self, limit: dict[str, Any], tmp_path: Path) -> None:
         expected = Story(Setting(**limit), tmp_path / "whole").leg()
-        assert differences(expected, Story(Setting(**limit), tmp_path / "legs").through([AT_END, AT_END])) == []
+        found = Story(Setting(**limit), tmp_path / "legs").through([AT_END, Stop("stop", 998)])
+        assert differences(expected, found) == []
 
     def test_a_checkpoint_of_a_run_that_is_over_adds_no_row(self, tmp_path: Path) -> None:
         def leg(path: Path | None) -> list[Any]:
@@ -72,7 +72,7 @@ class TestLimits:
         assert leg(None) == leg(tmp_path / "end")
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 1), (3, 0)])
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 1), (1, 0)])
 def test_another_number_of_workers(before: int, after: int, tmp_path: Path) -> None:
     expected = Story(Setting(), tmp_path / "whole").leg()
     story = Story(Setting(workers=before), tmp_path / "legs")
@@ -124,6 +124,7 @@ LOADERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
 @pytest.mark.parametrize("stops", [[Stop("stop", 4)], [Stop("stop", 1), Stop("stop", 8)]], ids=["once", "twice"])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_other_loaders(kind: str, stops: list[Stop], tmp_path: Path) -> None:
@@ -190,10 +191,13 @@ class TestDamage:
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
-        trainer(
-            max_steps=4, callbacks=ModelCheckpoint("1 step", top_k=-1), project_dir=tmp_path, name="run"
-        ).fit(Scalar(), ones(9))  # fmt: skip
-        return tmp_path / "run" / "checkpoints"
+        folder = tmp_path / "run" / "checkpoints"
+
+        def save(trainer: Any, task: Any, outputs: Any) -> None:
+            trainer.save_state(folder / f"step={trainer.state.step:06d}")
+
+        trainer(max_steps=4, callbacks=Watch(batch_end=save), project_dir=tmp_path, name="run").fit(Scalar(), ones(9))
+        return folder
 
     def resumed_step(self, folder: Path, wanted: str | Path = "latest") -> int | None:
         found = trainer(max_steps=5, project_dir=folder.parent.parent, name="run")
@@ -286,7 +290,7 @@ def test_the_lineage_of_three_legs(tmp_path: Path) -> None:
     assert third.parent is not None
     assert (second.parent["checkpoint"], third.parent["checkpoint"]) == ("stop-2", "stop-4")
     assert (second.parent["step"], third.parent["step"]) == (first.progress["step"], second.progress["step"])
-    assert second.changes == ("accumulate was 1 and is 2",) or list(second.changes) == ["accumulate was 1 and is 2"]
+    assert list(second.changes) == ["accumulate was 1 and is 2"]
     assert len({each.run["id"] for each in (first, second, third)}) == 1
     assert [each.sequence for each in (first, second, third)] == [1, 2, 3]
 
@@ -325,10 +329,8 @@ def test_what_epoch_starts_log_counts_once(tmp_path: Path) -> None:
     assert json.loads(leg("more").splitlines()[-1])["begun"] == 0
 
 
-@pytest.mark.parametrize("wanted", [3, "", b"latest"])
+@pytest.mark.parametrize("wanted", [3, b"latest", ""])
 def test_what_resume_from_accepts(wanted: Any) -> None:
-    if wanted == "":
-        pytest.skip("an empty text is no answer")
     with pytest.raises(ConfigError, match="Expected 'latest', 'best', the path of a checkpoint, or None"):
         trainer().fit(Scalar(), ones(3), resume_from=wanted)
 
@@ -336,27 +338,34 @@ def test_what_resume_from_accepts(wanted: Any) -> None:
 def test_no_checkpoint_at_the_path(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'.*/nothing' is no checkpoint: it is not there"):
         trainer().fit(Scalar(), ones(3), resume_from=tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match=r"'latset' is no checkpoint: .*Expected 'latest', 'best', or the path"):
+        trainer().fit(Scalar(), ones(3), resume_from="latset")
     with pytest.raises(CheckpointError, match="no checkpoint with a score"):
         trainer().fit(Scalar(), ones(3), resume_from="best")
+
+
+@pytest.mark.parametrize("change", [{"progress": {"step": 7}}, None])
+def test_entries_of_the_state_are_not_for_callbacks(change: dict[str, Any] | None, tmp_path: Path) -> None:
+    def spoil(trainer: Any, task: Any, state: dict[str, Any]) -> None:
+        state.update(change) if change else state.pop("progress")
+
+    found = trainer(callbacks=[Watch(save_state=spoil)])
+    found.on("fit_end", lambda trainer, task: trainer.save_state(tmp_path / "saved"))
+    with pytest.raises(CheckpointError, match=r"on_save_state removed or replaced \['progress'\]"):
+        found.fit(Scalar(), ones(3))
+    assert not (tmp_path / "saved").exists()
 
 
 def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> None:
     class Other(Scalar):
         def __init__(self) -> None:
             super().__init__()
-            self.v = torch.nn.Parameter(torch.zeros(2))
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            return (self.w * batch).mean() + self.v.sum()
+            self.w = torch.nn.Parameter(torch.zeros(2))
 
     first = trainer(max_steps=2)
     first.fit(Scalar(), ones(3))
     first.save_state(tmp_path / "saved")
     other = Other()
-    with pytest.raises(CheckpointError, match=r"(?s)missing.*v"):
+    with pytest.raises(CheckpointError, match=r"mismatched \(1\): w \(saved as \(\), here \(2,\)\)"):
         trainer().fit(other, ones(3), resume_from=tmp_path / "saved")
-    assert other.w.item() == 0
-
-
-def test_loader_of_settings() -> None:
-    assert len(loader_of(Setting())) == 6
+    assert other.w.tolist() == [0, 0]

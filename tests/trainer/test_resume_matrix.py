@@ -96,9 +96,10 @@ def _product(**fixed: Any) -> Iterable[dict[str, Any]]:
 @pytest.mark.parametrize("precision", AXES["precision"])
 @pytest.mark.parametrize("stops", STOPS)
 def test_the_whole_product(precision: str, stops: str, tmp_path: Path) -> None:
-    choices = _product(augments=True, dropout=True, precision=precision, stops=stops)
+    fixed = {"augments": True, "dropout": True, "remainder": "flush", "val_every": "2 steps"}
+    choices = _product(**fixed, precision=precision, stops=stops)
     found = {named(each): compared(tmp_path / str(number), each) for number, each in enumerate(choices)}
-    assert len(found) == 192
+    assert len(found) == 48
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 

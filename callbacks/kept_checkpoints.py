@@ -10,7 +10,7 @@ from .monitor import Monitor
 
 
 @dataclass(frozen=True, slots=True)
-class SavedFile:
+class SavedCheckpoint:
     """One checkpoint: a file of weights, or the folder of a whole state."""
 
     path: Path
@@ -20,7 +20,7 @@ class SavedFile:
     """The value of the monitored metric that its weights reached, None where it has none."""
 
 
-class KeptFiles:
+class KeptCheckpoints:
     """The best checkpoints by their score, or without a monitor the newest ones.
 
     Of equal scores the earlier is the better. A score that is NaN or infinite comes after all others.
@@ -35,28 +35,28 @@ class KeptFiles:
         self._limit = limit
         self._monitor = monitor
         self._keeps_newest = keeps_newest
-        self.files: list[SavedFile] = []
+        self.ranked: list[SavedCheckpoint] = []
         """The best first."""
-        self.newest: SavedFile | None = None
+        self.newest: SavedCheckpoint | None = None
         """The one that was added last, where it stays."""
 
     @property
-    def all(self) -> list[SavedFile]:
+    def all(self) -> list[SavedCheckpoint]:
         """All that are kept, each once: the best first, then the newest."""
-        is_beside = self.newest is not None and self.newest not in self.files
-        return [*self.files, self.newest] if is_beside and self.newest is not None else list(self.files)
+        is_beside = self.newest is not None and self.newest not in self.ranked
+        return [*self.ranked, self.newest] if is_beside and self.newest is not None else list(self.ranked)
 
     @property
-    def best(self) -> SavedFile | None:
+    def best(self) -> SavedCheckpoint | None:
         """The one of the best finite score, None before there is one and without a monitor."""
-        if not self.files or self.files[0].score is None or not math.isfinite(self.files[0].score):
+        if not self.ranked or self.ranked[0].score is None or not math.isfinite(self.ranked[0].score):
             return None
-        return self.files[0]
+        return self.ranked[0]
 
-    def copy(self) -> KeptFiles:
+    def copy(self) -> KeptCheckpoints:
         """The same list, to be changed by itself."""
-        other = KeptFiles(self._limit, self._monitor, keeps_newest=self._keeps_newest)
-        other.files, other.newest = list(self.files), self.newest
+        other = KeptCheckpoints(self._limit, self._monitor, keeps_newest=self._keeps_newest)
+        other.ranked, other.newest = list(self.ranked), self.newest
         return other
 
     def accepts(self, score: float | None) -> bool:
@@ -65,24 +65,24 @@ class KeptFiles:
             return self._limit != 0
         if not math.isfinite(score):
             return False
-        return len(self.files) < self._limit or self._rank_of(score) < self._rank(self.files[-1])[:2]
+        return len(self.ranked) < self._limit or self._rank_of(score) < self._rank(self.ranked[-1])[:2]
 
-    def add(self, saved: SavedFile) -> list[SavedFile]:
+    def add(self, saved: SavedCheckpoint) -> list[SavedCheckpoint]:
         """Take in one that is whole on the disk. Returns those that are no longer kept."""
-        before = [file for file in self.all if file.path != saved.path]  # without one that it replaced
-        files = [file for file in self.files if file.path != saved.path]
+        before = [each for each in self.all if each.path != saved.path]  # without one that it replaced
+        ranked = [each for each in self.ranked if each.path != saved.path]
         if self._monitor is None or saved.score is not None:
-            files = sorted([*files, saved], key=self._rank)
-        self.files = files if self._limit == -1 else files[: self._limit]
+            ranked = sorted([*ranked, saved], key=self._rank)
+        self.ranked = ranked if self._limit == -1 else ranked[: self._limit]
         if self._keeps_newest:
             self.newest = saved
         kept = self.all
-        return [file for file in [*before, saved] if file not in kept]
+        return [each for each in [*before, saved] if each not in kept]
 
-    def _rank(self, file: SavedFile) -> tuple[bool, float, int]:
-        if file.score is None:
-            return (False, 0.0, -file.step)
-        return (*self._rank_of(file.score), file.step)
+    def _rank(self, each: SavedCheckpoint) -> tuple[bool, float, int]:
+        if each.score is None:
+            return (False, 0.0, -each.step)
+        return (*self._rank_of(each.score), each.step)
 
     def _rank_of(self, score: float) -> tuple[bool, float]:
         if not math.isfinite(score):

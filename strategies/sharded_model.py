@@ -1,0 +1,75 @@
+"""What a strategy keeps of a model that it has sharded, and how the loops call it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..distributed import watch
+from ..distributed.exchange import exchange
+from .passes import Passes
+
+
+@dataclass(slots=True)
+class Sharded:
+    """One model that was sharded."""
+
+    model: nn.Module
+    """As it was given."""
+    entry: Any
+    """Its outermost unit, an `FSDPModule`."""
+    passes: Passes | None
+    """Makes its passes, where training calls one method of it."""
+    whole: list[nn.Parameter]
+    """Trained parameters of ignored modules."""
+    syncs: bool = True
+    """Whether the next backward reduces gradients."""
+
+
+class Called:
+    """A method of a sharded model, as a loop calls it.
+
+    Args:
+        passes: of the model.
+        name: of the method.
+        evaluated: the outermost unit, where the method is called in an evaluation: in turns with the other processes.
+    """
+
+    def __init__(self, passes: Passes, name: str, evaluated: Any = None) -> None:
+        self._passes = passes
+        self._name = name
+        self._evaluated = evaluated
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._evaluated is None:
+            with watch.collective(self._name):
+                return self._passes.call(self._name, *args, **kwargs)
+        exchange(True, "evaluation")
+        try:
+            with watch.collective(self._name):
+                return self._passes.call(self._name, *args, **kwargs)
+        finally:
+            self._evaluated.reshard()
+
+
+@contextmanager
+def syncing(found: Sharded, value: bool) -> Iterator[None]:
+    """A context in which backward reduces the model's gradients, or not. Local."""
+    before, found.syncs = found.syncs, value
+    found.entry.set_requires_gradient_sync(value)
+    try:
+        yield
+    finally:
+        found.syncs = before
+        found.entry.set_requires_gradient_sync(before)
+
+
+def free_after_evaluation(entry: Any, args: Any, outputs: Any) -> None:
+    """A hook that frees the weights of the outermost unit after a forward pass without gradients. Local."""
+    if not torch.is_grad_enabled():
+        entry.reshard()

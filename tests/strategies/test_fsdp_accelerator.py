@@ -1,0 +1,208 @@
+"""FSDP under the Accelerator, its states, and what it refuses; two processes against one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from loopwright.checkpoint.weights import load_weights
+from loopwright.distributed.errors import ConfigError, DataError, DistributedError
+from loopwright.strategies.fsdp import FSDPStrategy
+from loopwright.trainer.accelerator import Accelerator
+
+from .sharded import Words, fit, loader, make, state_of, words
+
+Run = Callable[..., list[Any]]
+
+
+def _loop(path: str, strategy: str, batch_size: int, loads: bool) -> Any:
+    accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=2)
+    model = make(1 + accelerator.process_index)
+    optimizer = model.configure_optimizers()
+    model, optimizer, data = accelerator.prepare(model, optimizer, loader(32, batch_size))
+    if loads:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # another number of processes
+            accelerator.load_state(path)
+    norms = []
+    for batch in data:
+        with accelerator.accumulate(model):
+            # The mean over processes of the sum of each, times their number, is the sum over all.
+            accelerator.backward(_loss(model, batch) * accelerator.num_processes / 20)
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.3).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        outputs = model(words(4).tensors[0])
+    if not loads:
+        accelerator.save_state(path)
+        accelerator.save_model(model, f"{path}-weights")
+    return norms, outputs, accelerator.get_state_dict(model)
+
+
+def _loss(model: nn.Module, batch: Any) -> Tensor:
+    found = batch[0]
+    logits, targets = model(found[:, :-1]), found[:, 1:]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0, reduction="sum")
+
+
+def close(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+def test_an_own_loop_and_its_state(two_processes: Run, tmp_path: Path) -> None:
+    wanted = _loop("one", "single", 8, False)
+    found, (_, again, nothing) = two_processes(_loop, "two", "fsdp", 4, False)
+    close(found, wanted)
+    close(again, found[1])
+    assert nothing == {}
+    loaded = make(5)
+    load_weights(loaded, tmp_path / "two-weights")
+    close(loaded(words(4).tensors[0]).detach(), wanted[1])
+    wanted = _loop("one", "single", 8, True)
+    close(_loop("two", "single", 8, True), wanted)
+    close(two_processes(_loop, "two", "fsdp", 4, True)[0], wanted)
+    close(two_processes(_loop, "one", "fsdp", 4, True)[0], wanted)
+
+
+class Probe(nn.Module):
+    """A layer that sees how often it is called, and a buffer that no state dict has."""
+
+    turn: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("turn", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.frozen(self.first(x)) + self.turn
+        return outputs
+
+
+def _from_meta() -> tuple[bool, Tensor, Any]:
+    index = dist.get_rank()
+    torch.manual_seed(3)
+    with torch.device("cpu" if index == 0 else "meta"):
+        model = Probe()
+    wanted = model(torch.ones(2, 4)).detach() if index == 0 else None
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    accelerator = Accelerator(strategy={"name": "fsdp", "wrap": "Linear"})
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with torch.no_grad():
+        found = model(torch.ones(2, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    same = wanted is None or torch.equal(found, wanted)
+    return same, found, model.frozen.weight.grad
+
+
+def test_weights_come_from_process_0(two_processes: Run) -> None:
+    (same, first, gradient), (_, second, _) = two_processes(_from_meta)
+    assert same
+    assert torch.equal(first, second)
+    assert gradient is None
+
+
+def _text(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except (ConfigError, DataError, DistributedError) as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def _refused() -> list[str]:
+    def prepared(**options: Any) -> tuple[Accelerator, Words, Any]:
+        model = make(1)
+        return Accelerator(strategy={"name": "fsdp"} | options), model, model.configure_optimizers()
+
+    accelerator, model, optimizer = prepared()
+    texts = [_text(lambda: accelerator.prepare(model))]
+    accelerator.prepare(model, optimizer)
+    late = torch.optim.SGD(make(2).parameters(), lr=0.1)
+    texts.append(_text(lambda: accelerator.strategy.step(late)))
+    accelerator, model, optimizer = prepared(mesh=[2, 2])
+    texts.append(_text(lambda: accelerator.prepare(model, optimizer)))
+    accelerator, model, optimizer = prepared(ignored_modules=["heat"])
+    texts.append(_text(lambda: accelerator.prepare(model, optimizer)))
+    accelerator, model, optimizer = prepared()
+    texts.append(_text(lambda: accelerator.prepare(model.to("meta"), model.configure_optimizers())))
+    accelerator, model, optimizer = prepared(wrap="Leyer")
+    texts.append(_text(lambda: accelerator.prepare(model, optimizer)))
+    accelerator, model, optimizer = prepared()
+    model.layers[0].norm.bfloat16()
+    texts.append(_text(lambda: accelerator.prepare(model, optimizer)))
+    return texts
+
+
+def test_what_is_refused(two_processes: Run) -> None:
+    wanted = [
+        "Words was set up without its optimizer",
+        "SGD holds 19 parameters that FSDPWords does not have",
+        "mesh=[2, 2]: 2 copies of 2 parts need 4 processes, and there are 2",
+        "ignored_modules: Words has no module 'heat'",
+        "'embedding.weight' of Words has no values on the main process (device meta)",
+        "wrap: Words has no module of class 'Leyer'. Did you mean 'Layer'?",
+        "the trained parameters of the unit Layer have several number formats: torch.bfloat16, torch.float32",
+    ]
+    for texts in two_processes(_refused):
+        for text, begin in zip(texts, wanted, strict=True):
+            assert text.startswith(begin), text
+
+
+class Manual(Words):
+    automatic_optimization = False
+
+
+def _refused_by_trainer() -> list[str]:
+    return [_text(lambda: fit(Manual(2), loader(8, 2), strategy="fsdp"))]
+
+
+def test_manual_optimization_is_refused(two_processes: Run) -> None:
+    for (text,) in two_processes(_refused_by_trainer):
+        assert text.startswith("Manual is trained by manual optimization, which strategy='fsdp' can't serve")
+
+
+def _given_weights() -> dict[str, Tensor]:
+    trainer = fit(make(1), loader(8, 2), strategy="fsdp")
+    trainer.strategy.load_model_state(trainer._newest("test").model, make(3).state_dict())
+    return state_of(trainer)
+
+
+def test_whole_weights_become_parts(two_processes: Run) -> None:
+    close(two_processes(_given_weights)[0], dict(make(3).state_dict()))
+
+
+def _twice() -> dict[str, Tensor]:
+    task = make(1)
+    trainer = fit(task, loader(24, 4), strategy="fsdp")
+    trainer.fit(task, loader(24, 4))
+    trainer.save_model("twice.safetensors")
+    return state_of(trainer)
+
+
+def test_a_second_run_of_the_same_task(two_processes: Run, tmp_path: Path) -> None:
+    task = make(1)
+    trainer = fit(task, loader(24, 8))
+    trainer.fit(task, loader(24, 8))
+    found = two_processes(_twice)[0]
+    close(found, state_of(trainer))
+    loaded = make(9)
+    load_weights(loaded, tmp_path / "twice.safetensors")
+    close(dict(loaded.state_dict()), found)
+
+
+def test_one_process_only_places_the_model() -> None:
+    task = make(1)
+    trainer = fit(task, loader(24, 8), strategy={"name": "fsdp", "activation_checkpointing": True})
+    close(state_of(trainer), state_of(fit(make(1), loader(24, 8))))
+    assert isinstance(trainer.strategy, FSDPStrategy)
