@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from ..distributed.paths import free_path
 from ..distributed.units import size_bytes
 from .store import OWNER, Store
 from .together import by_main_process
-from .weight_files import write_weights
+from .weight_files import write_together
 
 if TYPE_CHECKING:
     from .view import TrainerView
@@ -38,25 +39,37 @@ def save_in_time(trainer: TrainerView, store: Store, left: float) -> None:
         CheckpointError: on every process: the weights can't be written.
     """
     store.withdraw(trainer, scored=True)
-    if by_main_process(trainer, lambda: _fits(trainer, store, left), f"{OWNER}: what there is time for"):
+    began, seconds = time.monotonic(), trainer.save_seconds
+    fits, name = by_main_process(
+        trainer, lambda: _choose(trainer, store, seconds, left), f"{OWNER}: what there is time for"
+    )
+    if name is not None:
+        path = store.folder / name
+        write_together(trainer, path)
+        taken = time.monotonic() - began
+        fits = by_main_process(
+            trainer, lambda: _fits_as_well(trainer, path, seconds, taken, left), f"{OWNER}: what time there is left for"
+        )
+        if fits and trainer.process.is_main_process:
+            store.stopgap = path
+    if fits:
         store.save_newest(trainer)
 
 
-def _fits(trainer: TrainerView, store: Store, left: float) -> bool:
-    """Whether there is time to save all. Saves the weights where there is not, or where that has to be measured."""
-    seconds = trainer.save_seconds
+def _choose(trainer: TrainerView, store: Store, seconds: float | None, left: float) -> tuple[bool, str | None]:
+    """Whether a save that takes so long fits, and else the name of the file for the weights. Local."""
     if seconds is not None and seconds * MARGIN < left:
-        return True
+        return True, None
     if not store.has_finite_weights(trainer):
-        return False
-    path = free_path(store.folder / f"step={trainer.state.step:06d}-weights{SUFFIX}", mark="-v")
-    began = time.monotonic()
-    write_weights(trainer, path)
-    taken = time.monotonic() - began
+        return False, None
+    return False, free_path(store.folder / f"step={trainer.state.step:06d}-weights{SUFFIX}", mark="-v").name
+
+
+def _fits_as_well(trainer: TrainerView, path: Path, seconds: float | None, taken: float, left: float) -> bool:
+    """Whether the whole state fits behind the weights, whose time tells where no save was measured. Local."""
     if seconds is None:
         seconds = taken * _times_the_weights(trainer)
         if seconds * MARGIN < left - taken:
-            store.stopgap = path
             return True
     logger.warning(
         "%s: %.1f s were left, and a whole checkpoint takes %.1f s: the weights alone are in %s. A run can go on from "

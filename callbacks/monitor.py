@@ -42,6 +42,7 @@ class Monitor:
         self.min_delta = float(min_delta)
         self._owner = owner
         self._is_from_validation = False
+        self._has_validated = False
         self._recorded_at: dict[str, int] = {}
         self._restored_at: dict[str, int] = {}
 
@@ -66,6 +67,7 @@ class Monitor:
 
     def start(self) -> None:
         """A fit begins, or goes on."""
+        self._has_validated = False
         self._recorded_at, self._restored_at = self._restored_at, {}
 
     def note(self, metrics: Mapping[str, float], step: int) -> None:
@@ -80,6 +82,7 @@ class Monitor:
         """The new value at the end of a validation, None if the metric is none of validation."""
         if trainer.error is not None:
             return None
+        self._has_validated = True
         if self.name not in metrics:
             return None
         self._is_from_validation = True
@@ -93,10 +96,12 @@ class Monitor:
         """
         if trainer.error is not None or not trainer.state.epoch_ended or self._is_from_validation:
             return None
+        if trainer.validation_was_cut:
+            return None  # the epoch is not over, and has no record yet
         if self.name not in self._recorded_at and self.name not in trainer.metrics:
-            if trainer.has_validated or not trainer.has_validation:
+            if self._has_validated or not trainer.has_validation:
                 raise self._never_logged(trainer, metrics)
-            return None  # validation was not due yet, or was cut short
+            return None  # validation was not due yet
         if self._recorded_at.get(self.name) != trainer.state.step:
             raise MetricError(
                 f"{self._owner}(monitor={self.name!r}): it is logged for single steps, so that the epoch has no value "

@@ -114,8 +114,8 @@ class TrainerView(Protocol):
         ...
 
     @property
-    def has_validated(self) -> bool:
-        """Whether a validation inside the training was finished."""
+    def validation_was_cut(self) -> bool:
+        """Whether the newest validation inside the training is not finished; a run that goes on makes up for it."""
         ...
 
     @property

@@ -88,9 +88,7 @@ class WeightFiles(Store):
         if told is None:
             return None
         path = Path(told)
-        if not trainer.process.is_main_process:
-            trainer.save_model(path)  # writes nothing, and gives its part of the weights where it has one
-        by_main_process(trainer, lambda: write_weights(trainer, path), f"{OWNER}: writing {name}")
+        write_together(trainer, path)
         self.own.paths.add(path)
         return path
 
@@ -114,12 +112,21 @@ class WeightFiles(Store):
                 self._take_over(self._last_path)
 
 
-def write_weights(trainer: TrainerView, path: Path) -> None:
-    """Write the weights into a file. Local.
+def write_together(trainer: TrainerView, path: Path) -> None:
+    """Write the weights into a file. Collective, unless the run is failing.
 
+    Args:
+        trainer: of this process.
+        path: the file; that of the main process counts.
     Raises:
-        CheckpointError: it can't be written.
+        CheckpointError: on every process: it can't be written.
     """
+    if not trainer.process.is_main_process:
+        trainer.save_model(path)  # writes nothing, and gives its part of the weights where it has one
+    by_main_process(trainer, lambda: _write(trainer, path), f"{OWNER}: writing {path.name}")
+
+
+def _write(trainer: TrainerView, path: Path) -> None:
     try:
         trainer.save_model(path)
     except OSError as error:

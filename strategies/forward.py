@@ -12,20 +12,18 @@ from ..distributed.nested import convert_to_fp32
 from .precision import ContextFactory
 
 
-class AutocastForward:
-    """The `forward` of one module: its own, inside a context, with fp16 and bf16 outputs made fp32.
+class ReplacedForward:
+    """The base of what stands in the place of one module's `forward`, in the module itself.
 
     It reaches the module by a reference of its own and not by a closure, so that a copy or a pickle of the module runs
     the copy's weights.
 
     Args:
         module: whose forward this is.
-        context: gives a new context for each call; picklable where the module is to be.
     """
 
-    def __init__(self, module: nn.Module, context: ContextFactory) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.context = context
         self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")
         """What the module had instead of its class's forward, None where it had nothing."""
 
@@ -34,6 +32,19 @@ class AutocastForward:
         """The module's own forward; `inspect.signature` looks here."""
         own: Callable[..., Any] = type(self.module).forward.__get__(self.module)
         return self.replaced or own
+
+
+class AutocastForward(ReplacedForward):
+    """A module's own forward, inside a context, with fp16 and bf16 outputs made fp32.
+
+    Args:
+        module: whose forward this is.
+        context: gives a new context for each call; picklable where the module is to be.
+    """
+
+    def __init__(self, module: nn.Module, context: ContextFactory) -> None:
+        super().__init__(module)
+        self.context = context
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.context():

@@ -37,12 +37,13 @@ from .arguments import (
 from .checkpoint_methods import CheckpointMethods
 from .data_methods import DataMethods
 from .preparation import Preparation
+from .process_readings import ProcessReadings
 from .profiling import ProfileKwargs, profiled
 from .project import ProjectConfiguration
 from .tracking_methods import LogWith, TrackingMethods
 
 
-class Accelerator(DataMethods, CheckpointMethods):
+class Accelerator(ProcessReadings, DataMethods, CheckpointMethods):
     """Prepares models, optimizers, loaders and schedulers, and carries out their steps.
 
     Names and meanings are those of Hugging Face Accelerate; `docs/from-accelerate.md` lists the differences. Where an
@@ -124,28 +125,6 @@ class Accelerator(DataMethods, CheckpointMethods):
             step_with_optimizer=step_scheduler_with_optimizer,
             rng_types=self.rng_types,
         )
-
-    # Read through, since a Trainer that starts the other processes itself learns its place after this was made.
-
-    @property
-    def num_processes(self) -> int:  # type: ignore[override]
-        """How many processes there are."""
-        return self.process.num_processes
-
-    @property
-    def process_index(self) -> int:  # type: ignore[override]
-        """This process's index among all."""
-        return self.process.process_index
-
-    @property
-    def local_process_index(self) -> int:  # type: ignore[override]
-        """This process's index on its machine."""
-        return self.process.local_process_index
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """Where this process computes."""
-        return self.process.device
 
     # Preparing.
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-
 from ..distributed.environment import read_variable
 from ..distributed.errors import ConfigError, suggest
-from ..distributed.process import ProcessMethods, ProcessState
+from ..distributed.process import ProcessState
 from ..strategies.handlers import Handlers
 from ..strategies.precision import PRECISIONS, Precision
 from .arguments import read_process
+from .process_readings import ProcessReadings
 
 
-class AcceleratorState(ProcessMethods):
+class AcceleratorState(ProcessReadings):
     """The process, its place and device, and the number format. No singleton: each is of its own.
 
     `accelerator.state` is that of an `Accelerator`. One that you make yourself reads the same place and device, from
@@ -37,28 +36,6 @@ class AcceleratorState(ProcessMethods):
         self._mixed_precision = _word(mixed_precision)
         self.process = read_process(cpu, Handlers(None)) if process is None else process
         """The process and its device."""
-
-    # Read through, since a Trainer that starts the other processes itself learns its place after this was made.
-
-    @property
-    def num_processes(self) -> int:  # type: ignore[override]
-        """How many processes there are."""
-        return self.process.num_processes
-
-    @property
-    def process_index(self) -> int:  # type: ignore[override]
-        """This process's index among all."""
-        return self.process.process_index
-
-    @property
-    def local_process_index(self) -> int:  # type: ignore[override]
-        """This process's index on its machine."""
-        return self.process.local_process_index
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """Where this process computes."""
-        return self.process.device
 
     @property
     def backend(self) -> str | None:

@@ -91,7 +91,8 @@ def fit_epoch(run: Run, training: Training) -> None:
                         go_on_inside(run, training)
                     while window is not None:
                         fit_window(run, training, window)
-                        do_what_is_due(run, training)
+                        if not served_what_is_due(run, training):
+                            break
                         window = None if run.ends_pass else next(windows, None)
                     if state.batch == 0 and not run.is_stopping:
                         refuse_empty_pass(run, training, reader)
@@ -377,6 +378,20 @@ def do_what_is_due(run: Run, training: Training) -> None:
         run.stop_everywhere(f"{limit} reached")
     if not (run.saves.is_idle or state.epoch_ended or run.is_stopping):
         save_what_was_asked(run, training)
+
+
+def served_what_is_due(run: Run, training: Training) -> bool:
+    """Do what comes due at a step boundary. Returns whether nothing raised `StopRun` there.
+
+    A window that is carried over the epoch's end stays open then: the run's end steps on it, so that none of its
+    batches is lost.
+    """
+    try:
+        do_what_is_due(run, training)
+    except StopRun as stop:
+        run.heed(stop)
+        return False
+    return True
 
 
 def do_what_is_due_last(run: Run, training: Training) -> None:

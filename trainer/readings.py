@@ -144,10 +144,10 @@ class RunReadings:
         return run is not None and run.training is not None and run.training.validation is not None
 
     @property
-    def has_validated(self) -> bool:
-        """Whether a validation inside the training was finished."""
-        training = self._newest("has_validated").training
-        return training is not None and training.validated_at is not None
+    def validation_was_cut(self) -> bool:
+        """Whether the newest validation inside the training is not finished; a run that goes on makes up for it."""
+        training = self._newest("validation_was_cut").training
+        return training is not None and training.validation_due
 
     @property
     def num_evaluation_batches(self) -> int | None:

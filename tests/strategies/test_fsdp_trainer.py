@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loopwright.callbacks.callback import Callback, EndEpoch, SkipBatch
+from loopwright.callbacks.checkpoint import ModelCheckpoint
+from loopwright.callbacks.preemption import Preemption
 
 from .sharded import Words, fit, loader, make, state_of, words
 
@@ -197,3 +201,31 @@ def _quiet_legs(*args: Any) -> dict[str, Tensor]:
 
 def _whole() -> dict[str, Tensor]:
     return state_of(fit(make(1), loader(48, 8), max_epochs=2, accumulate=2, clip_norm=0.5))
+
+
+class Signalled(Callback):
+    """Process 1 gets a signal at step 2."""
+
+    def on_step(self, trainer: Any, task: Any, outcome: Any) -> None:
+        if trainer.state.step == 2 and not trainer.process.is_main_process:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def _preempted(grace: str) -> tuple[Any, list[str]]:
+    saver = ModelCheckpoint("never", directory="out")
+    try:
+        fit(
+            make(),
+            loader(48, 4),
+            strategy="fsdp",
+            callbacks=[saver, Signalled(), Preemption(grace=grace, requeue=False)],
+        )
+    except SystemExit as end:
+        dist.barrier()
+        return end.code, sorted(path.name for path in Path("out").iterdir() if not path.name.startswith("."))
+    return None, []
+
+
+@pytest.mark.parametrize(("grace", "kept"), [("60 s", "step=000002"), ("0.001 s", "step=000002-weights.safetensors")])
+def test_a_signal_before_any_save_keeps_nobody_waiting(two_processes: Run, grace: str, kept: str) -> None:
+    assert two_processes(_preempted, grace) == [(128 + signal.SIGUSR1, [kept])] * 2

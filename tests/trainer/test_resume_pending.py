@@ -181,13 +181,17 @@ class Validated(Loss):
         self.log("val", batch.mean())
 
 
-@pytest.mark.parametrize("make", [lambda: EarlyStopping("val"), lambda: ModelCheckpoint(monitor="val")])
-def test_the_first_validation_may_be_cut_short(make: Callable[[], Callback], tmp_path: Path) -> None:
-    """Its metric is not there yet at the epoch's end, which is no error; and the epoch's record comes behind it."""
-    options: dict[str, Any] = {"in_validation": True, "make_callbacks": lambda: [make()]}
-    expected, found = both(tmp_path, Validated, lambda: ones(3), 3, ones(2), **options)
+@pytest.mark.parametrize("at", [3, 6])
+@pytest.mark.parametrize("monitor", ["val", "loss"])
+@pytest.mark.parametrize("make", [EarlyStopping, lambda monitor: ModelCheckpoint(monitor=monitor)])
+def test_a_validation_at_an_epochs_end_may_be_cut_short(
+    make: Callable[[str], Callback], monitor: str, at: int, tmp_path: Path
+) -> None:
+    """What is monitored is not there yet, which is no error; and the epoch's record comes behind the validation."""
+    options: dict[str, Any] = {"in_validation": True, "make_callbacks": lambda: [make(monitor)], "max_epochs": 2}
+    expected, found = both(tmp_path, Validated, lambda: ones(3), at, ones(2), **options)
     assert expected[1] == found[1]
-    assert [("val" in row, "loss" in row) for row in found[1]] == [(True, False), (False, True)]
+    assert [("val" in row, "loss" in row) for row in found[1]] == [(True, False), (False, True)] * 2
 
 
 def test_what_an_epochs_start_logs_weighs_the_same(tmp_path: Path) -> None:
@@ -378,3 +382,17 @@ def test_the_window_behind_one_that_was_cut_has_its_own_copies_of_buffers() -> N
     with pytest.warns(UserWarning, match="NaNGuard skips a step"):
         trainer(max_epochs=2, accumulate=2, callbacks=NaNGuard("skip", locate=False)).fit(task, batches(math.nan, 1))
     assert task.count == 2  # one in each epoch; that of the bad micro-batch is put back
+
+
+def test_a_stop_in_validation_loses_no_batch_of_a_carried_window(tmp_path: Path) -> None:
+    """The run's end steps on it, and says that this is inexact."""
+    options: dict[str, Any] = {"max_epochs": 2, "accumulate": 2, "accumulate_across_epochs": "carry"}
+    data = batches(1, 2, 4)
+    task = Scalar()
+    leaves = Leaves(3, tmp_path / "saved", in_validation=True)
+    trainer(callbacks=[leaves], **options).fit(task, data, ones(2))
+    assert task.value == -(1 + 2) / 2 - 4
+    task = Scalar()
+    with pytest.warns(UserWarning, match="the run's end stepped on an accumulation window"):
+        trainer(**options).fit(task, data, ones(2), resume_from=tmp_path / "saved")
+    assert task.value == -(1 + 2) / 2 - 4 - (1 + 2) / 2 - 4
