@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -48,12 +48,12 @@ class SeedableRandomSampler(RandomSampler):
         # One for each pass, so that passes at the same time draw alike.
         generator = torch.Generator().manual_seed((self.seed + self.epoch) % 2**64)
         if not self.replacement:
-            return self._permuted(generator, num_skipped)
+            return chain.from_iterable(self._pieces(generator, num_skipped))  # no generator runs for each index
         this_pass = copy.copy(self)
         this_pass.generator = generator
         return islice(RandomSampler.__iter__(this_pass), num_skipped, None)
 
-    def _permuted(self, generator: torch.Generator, num_skipped: int) -> Iterator[int]:
+    def _pieces(self, generator: torch.Generator, num_skipped: int) -> Iterator[list[int]]:
         """Permutations one after another, as `RandomSampler` gives them, made to numbers piece by piece."""
         size, left = len(self.data_source), self.num_samples
         while left > 0 and size:
@@ -61,7 +61,7 @@ class SeedableRandomSampler(RandomSampler):
             left -= count
             order = torch.randperm(size, generator=generator)
             for start in range(min(num_skipped, count), count, _INDICES_AT_ONCE):
-                yield from order[start : min(start + _INDICES_AT_ONCE, count)].tolist()
+                yield order[start : min(start + _INDICES_AT_ONCE, count)].tolist()
             num_skipped = max(num_skipped - count, 0)
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from . import watch
-from .errors import ShapeMismatchError
 from .group import rank, world_size
 from .positions import MEETING
 from .slots import FIRST_CAPACITY, SentSlot, channel, control_device, gather_into
@@ -100,12 +100,13 @@ def gather_bytes(payload: bytes, operation: str) -> list[bytes]:
 class PendingVector:
     """Numbers on their way from every process; `read` waits for them. Made by `start_vector`."""
 
-    __slots__ = ("_operation", "_sent", "_vectors")
+    __slots__ = ("_layout", "_operation", "_sent", "_vectors")
 
-    def __init__(self, sent: SentSlot | None, operation: str, vectors: Sequence[tuple[float, ...]] = ()) -> None:
-        self._sent = sent
+    def __init__(self, layout: struct.Struct, operation: str) -> None:
+        self._layout = layout
         self._operation = operation
-        self._vectors = list(vectors)
+        self._sent: SentSlot | None = None
+        self._vectors: list[tuple[float, ...]] = []
 
     def read(self) -> list[tuple[float, ...]]:
         """Every process's numbers, process 0 first; a second call gives the same. Collective by its start.
@@ -114,15 +115,10 @@ class PendingVector:
             DistributedError: on every process: they are in different operations; shows which.
             ShapeMismatchError: the processes sent different numbers of numbers.
         """
-        if not self._vectors and self._sent is not None:
+        sent, self._sent = self._sent, None
+        if sent is not None:
             with watch.collective(self._operation, MEETING):
-                slots = self._sent.read()
-            lengths = [slot.length // 8 for slot in slots]
-            if len(set(lengths)) > 1:
-                raise ShapeMismatchError(
-                    f"{self._operation}: the processes sent {lengths} numbers. Each has to send as many as the others."
-                )
-            self._vectors = [struct.unpack(f"<{lengths[0]}d", slot.payload) for slot in slots]
+                self._vectors = sent.read_numbers(self._layout)
         return self._vectors
 
 
@@ -133,12 +129,20 @@ def start_vector(values: Sequence[float], operation: str = "start_vector") -> Pe
         values: as many on each process, 120 at most; they travel as float64.
         operation: what reports call it.
     """
+    layout = _layout_of(len(values))
+    pending = PendingVector(layout, operation)
     if world_size() == 1:
-        return PendingVector(None, operation, [tuple(map(float, values))])
-    payload = struct.pack(f"<{len(values)}d", *values)
-    assert len(payload) <= FIRST_CAPACITY, f"{operation}: a vector of {len(values)} numbers does not fit into a slot"
+        pending._vectors = [tuple(map(float, values))]
+        return pending
+    assert layout.size <= FIRST_CAPACITY, f"{operation}: a vector of {len(values)} numbers does not fit into a slot"
     with watch.collective(operation):
-        return PendingVector(channel().send(payload, operation), operation)
+        pending._sent = channel().send(layout.pack(*values), operation)
+    return pending
+
+
+@cache
+def _layout_of(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}d")
 
 
 def _gather_whole(payload: bytes, lengths: Sequence[int]) -> list[bytes]:

@@ -21,6 +21,8 @@ from .environment import patch_environment
 from .errors import ConfigError, LaunchError, suggest
 from .launched import Place, find_place, rendezvous_address
 
+_HAS_GROUPS = dist.is_available()
+
 
 class _Joined:
     """The place that this process has in torch's default group, of which there is one per process."""
@@ -72,7 +74,8 @@ def rank() -> int:
 
 def world_size() -> int:
     """Processes in the group, 1 without one. Local."""
-    return dist.get_world_size() if is_connected() else 1
+    group = dist.group.WORLD if _HAS_GROUPS else None  # asked for in each step: shorter than by way of `is_connected`
+    return 1 if group is None else group.size()
 
 
 def connect(

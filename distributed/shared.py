@@ -98,7 +98,7 @@ class SharedMemory:
         header = _HEADER.pack(self._number, zlib.crc32(message, self._number & 0xFFFFFFFF), len(message))
         start = self._start(self._index, self._number)
         self._memory[start : start + _HEADER.size + len(message)] = header + message
-        sent = _Message(self, self._number)
+        sent = _Message(self, self._number, message)
         self._under_way.append(sent)
         return sent.receive
 
@@ -112,11 +112,11 @@ class SharedMemory:
         """Take in what all have sent, up to a message."""
         while self._under_way and self._under_way[0].number <= message.number:
             first = self._under_way[0]
-            first.parts = self._receive(first.number)
+            first.parts = self._receive(first.number, first.own)
             self._under_way.popleft()
 
-    def _receive(self, number: int) -> list[bytes]:
-        parts = [self._look(index, number) for index in range(self._count)]
+    def _receive(self, number: int, own: bytes) -> list[bytes]:
+        parts = [own if index == self._index else self._look(index, number) for index in range(self._count)]
         return self._wait(parts, number) if None in parts else parts  # type: ignore[return-value]
 
     def _look(self, index: int, number: int) -> bytes | None:
@@ -169,11 +169,12 @@ class SharedMemory:
 class _Message:
     """A message on its way; keeps what was taken in until somebody wants it."""
 
-    __slots__ = ("_memory", "number", "parts")
+    __slots__ = ("_memory", "number", "own", "parts")
 
-    def __init__(self, memory: SharedMemory, number: int) -> None:
+    def __init__(self, memory: SharedMemory, number: int, own: bytes) -> None:
         self._memory = memory
         self.number = number
+        self.own = own
         self.parts: list[bytes] | None = None
 
     def receive(self) -> list[bytes]:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import watch
-from .errors import DistributedError
+from .errors import DistributedError, ShapeMismatchError
 from .group import joined_place
 
 HEADER_BYTES = 64
@@ -96,10 +96,26 @@ class SentSlot:
         Raises:
             DistributedError: on every process: they are in different operations; shows which.
         """
+        return _checked(self._receive())
+
+    def read_numbers(self, layout: struct.Struct) -> list[tuple[float, ...]]:
+        """The payloads of all processes as numbers, process 0 first; waits for them.
+
+        Args:
+            layout: that of each payload.
+        Raises:
+            DistributedError: as `read`.
+            ShapeMismatchError: another process has sent a payload of another length.
+        """
         slots = self._receive()
-        if len({slot[8:HEADER_BYTES] for slot in slots}) > 1:
-            raise _different_operations(slots)
-        return [Slot(slot) for slot in slots]
+        begin = _LENGTH.pack(layout.size) + slots[0][_LENGTH.size : HEADER_BYTES]
+        for slot in slots:
+            if not slot.startswith(begin):
+                lengths = [each.length // 8 for each in _checked(slots)]
+                raise ShapeMismatchError(
+                    f"{_name_of(slot)}: the processes sent {lengths} numbers. Each has to send as many as the others."
+                )
+        return [layout.unpack_from(slot, HEADER_BYTES) for slot in slots]
 
 
 class Slot:
@@ -208,10 +224,19 @@ def _mark(operation: str) -> bytes:
     return hashlib.blake2b(name, digest_size=8).digest() + name[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
 
 
+def _checked(slots: list[bytes]) -> list[Slot]:
+    if len({slot[_LENGTH.size : HEADER_BYTES] for slot in slots}) > 1:
+        raise _different_operations(slots)
+    return [Slot(slot) for slot in slots]
+
+
 def _different_operations(slots: list[bytes]) -> DistributedError:
-    shown = [slot[16:HEADER_BYTES].rstrip(b"\0").decode(errors="ignore") for slot in slots]
-    where = "; ".join(f"process {index}: {name}" for index, name in enumerate(shown))
+    where = "; ".join(f"process {index}: {_name_of(slot)}" for index, slot in enumerate(slots))
     return DistributedError(
         f"the processes are in different operations: {where}. All have to make the same calls in the same order: look "
         "for a condition around one of these calls that holds on some processes only."
     )
+
+
+def _name_of(slot: bytes) -> str:
+    return slot[HEADER_BYTES - _NAME_BYTES : HEADER_BYTES].rstrip(b"\0").decode(errors="ignore")

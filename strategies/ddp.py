@@ -308,23 +308,22 @@ class DDPStrategy(Strategy):
 class _NotReducing:
     """A context whose backward passes reduce nothing: torch's `no_sync`, which is entered in each micro-batch."""
 
-    __slots__ = ("_before", "_model", "_num_passes", "_replica")
+    __slots__ = ("_before", "_num_passes", "_replica")
 
     def __init__(self, replica: DistributedDataParallel) -> None:
         self._replica = replica
-        self._model = replica.module
 
     def __enter__(self) -> None:
         replica = self._replica
-        self._before, self._num_passes = replica.require_backward_grad_sync, num_forward_passes(self._model)
-        replica.require_backward_grad_sync = False
+        self._before, self._num_passes = replica.require_backward_grad_sync, num_forward_passes(replica)
+        vars(replica)["require_backward_grad_sync"] = False  # past the bookkeeping of modules, which costs more
 
     def __exit__(self, *error: object) -> None:
         replica = self._replica
-        replica.require_backward_grad_sync = self._before
-        if error[0] is None and num_forward_passes(self._model) > self._num_passes:
+        vars(replica)["require_backward_grad_sync"] = self._before
+        if error[0] is None and num_forward_passes(replica) > self._num_passes:
             # It has broadcast the buffers of this window. One that an exception has left early does not say so itself.
-            replica.require_forward_param_sync = False
+            vars(replica)["require_forward_param_sync"] = False
 
 
 @contextmanager

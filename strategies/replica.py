@@ -25,6 +25,13 @@ _READY_TWICE = re.compile(r"Parameter at index (\d+)\D.* marked as ready twice")
 _SHOWN_NAMES = 10
 
 
+class _Method(MethodForward):
+    """What a replica calls. Nobody but the replica has it, and so there are no hooks that a call would have to run."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+
 def replicate(
     model: nn.Module, method: str, device: torch.device, options: Mapping[str, Any]
 ) -> DistributedDataParallel:
@@ -38,7 +45,7 @@ def replicate(
     """
     if method != "forward":
         ignored = {f"module.{name}" for name in getattr(model, _IGNORED, ())}
-        model = MethodForward(model, method)
+        model = _Method(model, method)
         if ignored:
             setattr(model, _IGNORED, ignored)
     # A method other than forward gets what the loop has moved already, of any type.
@@ -66,14 +73,15 @@ def must_reduce(replica: DistributedDataParallel) -> bool:
 
 def note_backward(replica: DistributedDataParallel) -> None:
     """Note that the loss of the newest forward pass has gone backward. Local."""
-    module = replica.module
+    module = replica._modules["module"]
     if isinstance(module, MethodForward):
         replica.__dict__[_AT_BACKWARD] = module.num_calls
 
 
-def num_forward_passes(model: nn.Module) -> int:
-    """Calls so far of the model in a replica, known where another method than forward is called; else 0. Local."""
-    return model.num_calls if isinstance(model, MethodForward) else 0
+def num_forward_passes(replica: DistributedDataParallel) -> int:
+    """Forward passes so far, known where another method than forward is called; else 0. Local."""
+    module = replica._modules["module"]
+    return module.num_calls if isinstance(module, MethodForward) else 0
 
 
 def has_open_forward(replica: DistributedDataParallel) -> bool:
