@@ -14,21 +14,16 @@ noise. Collectives are counted by torch's profiler; messages are what Loopwright
 from __future__ import annotations
 
 import argparse
-import gc
 import os
-import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
-from statistics import median
-from time import perf_counter, process_time
 
 import torch
 import torch.distributed as dist
 from loops import Loop, chosen
 from report import machine, table
+from rounds import run_in_processes, time_report, time_rounds
 from ticks import WARM_STEPS
 from workloads import WIDE, WORKLOADS, Workload
 
@@ -51,27 +46,6 @@ WORK = {
     "large": replace(WORKLOADS["mid"], name="large", accumulate=ACCUMULATE, block_steps=6),
 }
 """Steps of about 1, 10 and 100 ms on one core."""
-
-
-Steps = tuple[list[float], list[float]]
-"""Of each optimizer step: the time that passed, and the CPU time of all threads of this process."""
-
-
-class StepClock:
-    """Keeps when each batch began; the time of a step is the distance of two, so it holds all that a loop does."""
-
-    def __init__(self) -> None:
-        self._moments: list[tuple[float, float]] = []
-
-    def tick(self) -> None:
-        """Note the time."""
-        self._moments.append((perf_counter(), process_time()))
-
-    def steps(self) -> Steps:
-        """Both times of each step. The first steps, in which DDP orders its buckets, are left out."""
-        starts = self._moments[2 * ACCUMULATE :: ACCUMULATE]
-        wall, cpu = ([later[i] - earlier[i] for earlier, later in pairwise(starts)] for i in range(2))
-        return wall, cpu
 
 
 class SendCounter:
@@ -116,56 +90,12 @@ def count_sends(loop: Loop, work: Workload) -> Counter[str]:
     return counter.counts
 
 
-def time_rounds(loops: Sequence[Loop], work: Workload, rounds: int, steps: int) -> dict[str, list[Steps]]:
-    """Time each loop once a round; the loop that begins moves on by one each round.
-
-    Returns:
-        For each loop's name the seconds of the optimizer steps in each round.
-    """
-    seconds: dict[str, list[Steps]] = {loop.name: [] for loop in loops}
-    for turn in range(-1, rounds):
-        first = max(turn, 0) % len(loops)
-        for loop in (*loops[first:], *loops[:first]):
-            clock = StepClock()
-            gc.collect()  # what the loop before left behind is not this one's
-            dist.barrier()
-            loop.run(work, clock, steps)
-            if turn >= 0:  # the round before the first one warms up: imports, caches, allocator
-                seconds[loop.name].append(clock.steps())
-    return seconds
-
-
 def sends_report(counts: dict[str, Counter[str]]) -> str:
     """What each loop sends in an optimizer step of `ACCUMULATE` batches."""
     kinds = sorted({kind for counter in counts.values() for kind in counter} | {"all_reduce"})
     rows = [(name, *(f"{counter[kind] / COUNTED_STEPS:.2f}" for kind in kinds)) for name, counter in counts.items()]
     title = f"\n## Sent per optimizer step of {ACCUMULATE} batches, small model (one bucket)\n\n"
     return title + table(("loop", *kinds), rows)
-
-
-def quickest(rounds: Sequence[Sequence[float]]) -> float:
-    """The 5th percentile of the steps of all rounds: what a step takes when nothing else holds it up."""
-    times = sorted(time for steps in rounds for time in steps)
-    return times[len(times) // 20]
-
-
-def ratios(rounds: Sequence[Steps], base: Sequence[Steps], kind: int) -> tuple[str, str]:
-    """A loop's times over those by hand: the median over rounds, and that of the quickest steps."""
-    own, other = ([steps[kind] for steps in each] for each in (rounds, base))
-    within = [median(a) / median(b) for a, b in zip(own, other, strict=True)]
-    return f"{median(within):.3f}", f"{quickest(own) / quickest(other):.3f}"
-
-
-def time_report(name: str, seconds: dict[str, list[Steps]]) -> str:
-    """Each loop's time over that of the loop by hand in the same round."""
-    base = seconds[HAND]
-    rows = []
-    for loop, rounds in seconds.items():
-        over = quickest([wall for wall, _ in rounds]) - quickest([wall for wall, _ in base])
-        rows.append((loop, *ratios(rounds, base, 0), *ratios(rounds, base, 1), f"{over * 1e6:+.0f}"))
-    by_hand = [f"{quickest([steps[kind] for steps in base]) * 1e6:.0f} us" for kind in range(2)]
-    title = f"\n## Time per optimizer step, {name}: by hand {by_hand[0]}, CPU {by_hand[1]}, {len(base)} rounds\n\n"
-    return title + table(("loop", "median", "quiet", "CPU median", "CPU quiet", "over by hand, us (quiet)"), rows)
 
 
 def work_in_process(options: argparse.Namespace) -> None:
@@ -194,8 +124,7 @@ def main() -> int:
     if "RANK" in os.environ:
         work_in_process(options)
         return 0
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
-    return subprocess.run([*launcher, *sys.argv], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+    return run_in_processes(PROCESSES)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from ..checkpoint.finite import all_finite, nonfinite_names
 from ..checkpoint.names import plain_names
+from ..checkpoint.sharded import fill_part, is_sharded, local_part
 from ..checkpoint.shards import listed
+from ..checkpoint.stored import StoredTensor
 from ..distributed.errors import CheckpointError, ConfigError
 
 
@@ -49,7 +51,8 @@ class Averages:
     """Running averages of a module's trained parameters, and of its buffers where asked for.
 
     They are on the devices of what they average and have its number format; averages of half precision are kept in
-    float32, whose steps of a thousandth would be lost there. Weights that are tied have one average. Of the buffers
+    float32, whose steps of a thousandth would be lost there. Of a weight that is spread over processes each has that
+    part of the average which it has of the weight. Weights that are tied have one average. Of the buffers
     those are averaged that are saved with the module, hold fractions, and are finite when the averages begin; the
     others (counters, masks, caches) stay the module's own. Each process averages its own buffers; where they differ,
     process 0 has those that are evaluated and saved, as it is with the buffers themselves.
@@ -96,7 +99,8 @@ class Averages:
         if not self._values or any(owner.get(name) is not value for (owner, name, _), value in self._values):
             self._values = self._fitting(self._places)
         alike: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for average, (_, value) in zip(self.tensors.values(), self._values, strict=True):
+        for whole, (_, tensor) in zip(self.tensors.values(), self._values, strict=True):
+            average, value = local_part(whole), local_part(tensor)
             if value.dtype == average.dtype:
                 alike[0].append(average)
                 alike[1].append(value)
@@ -115,7 +119,8 @@ class Averages:
         Raises:
             ConfigError: the module does not have these weights.
         """
-        own = [(place, value, value.detach().clone()) for place, value in self._fitting(places_of(module))]
+        found = self._fitting(places_of(module))
+        own = [(place, value, local_part(value.detach()).clone()) for place, value in found]
         try:
             _write([value for _, value, _ in own], list(self.tensors.values()))
             yield
@@ -125,7 +130,7 @@ class Averages:
         if not stay:
             _put_back(own)
 
-    def load(self, saved: Mapping[str, Tensor]) -> None:
+    def load(self, saved: Mapping[str, Tensor | StoredTensor]) -> None:
         """Take over averages that were saved.
 
         Raises:
@@ -148,7 +153,7 @@ class Averages:
                     f"the checkpoint has an average of {self._owner} for {name!r} of shape {tuple(tensor.shape)}, and "
                     f"{type(self._module).__name__} has {tuple(average.shape)}. Resume with the task that was saved."
                 )
-            average.copy_(tensor)
+            _fill(average, tensor)
             if not place.is_buffer and place.value is not None:
                 self._known.add(place.value)
 
@@ -200,7 +205,17 @@ def _write(targets: list[Tensor], values: list[Tensor]) -> None:
     brought back.
     """
     if targets:
-        torch._foreach_copy_([target.data for target in targets], values)
+        torch._foreach_copy_([local_part(target.detach()).data for target in targets], list(map(local_part, values)))
+
+
+def _fill(average: Tensor, saved: Tensor | StoredTensor) -> None:
+    """Copy what was saved into an average; of a whole tensor this process's part."""
+    if isinstance(saved, StoredTensor):
+        saved.read_into(average)
+    elif is_sharded(average) and not is_sharded(saved):
+        fill_part(average, saved)
+    else:
+        local_part(average).copy_(local_part(saved))
 
 
 def _put_back(own: list[tuple[Place, Tensor, Tensor]]) -> None:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.stored import read_all
 from ..distributed.errors import CheckpointError, ConfigError, check_boolean
 from ..distributed.exchange import exchange
 from ..strategies.optimizer import parameters_of
@@ -45,6 +46,7 @@ class WeightAveraging(Callback, ABC):
 
     steers = False
     before = ("ModelCheckpoint",)  # so that what it saves is up to date
+    loads_from_disk = True
 
     def __init__(
         self, every: IntervalLike, start: Duration | float, *, use_buffers: bool, evaluates: bool, stays: bool
@@ -109,6 +111,11 @@ class WeightAveraging(Callback, ABC):
             raise ConfigError(
                 f"{names} would each evaluate their averages, of which a run has one. Keep one of them, "
                 "and give the others evaluates=False."
+            )
+        if not trainer.shows_weights:
+            raise ConfigError(
+                f"{self._name} can't average weights that are in parts between two steps, as at DeepSpeed's stage 3. "
+                "Use zero_stage=2 or strategy='fsdp'."
             )
         self._forget()
         self._task, self._is_finished = task, False
@@ -230,7 +237,8 @@ class WeightAveraging(Callback, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         if self._loaded is not None:
-            return self._loaded
+            loaded: dict[str, Any] = read_all(self._loaded)
+            return loaded
         return {
             "num_averaged": self.num_averaged,
             "newest_step": self._newest_step,

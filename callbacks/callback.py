@@ -85,6 +85,9 @@ class Callback:
     processes of a run need not ask each other for it at each step.
     """
 
+    loads_from_disk: bool = False
+    """Whether `load_state_dict` takes tensors on disk, as `StoredTensor`s, to read no more of them than it needs."""
+
     signals: Sequence[str] = ()
     """Names of signals, such as "SIGUSR1", at which a training ends in order, as it does at SIGTERM."""
 

@@ -18,6 +18,7 @@ from .deadline import save_in_time
 from .intervals import Interval, IntervalLike, Schedule
 from .kept_checkpoints import SavedCheckpoint
 from .monitor import Mode, Monitor
+from .order import state_keys
 from .preemption import grace_left
 from .state_folders import StateFolders
 from .store import Rules, Store
@@ -183,6 +184,7 @@ class ModelCheckpoint(Callback):
         by_main_process(trainer, lambda: self._claim_folder(trainer, folder), "ModelCheckpoint: its folder")
         others = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint) and each is not self]
         self._store.siblings = [each._store for each in others]
+        self._store.key = next(key for key, each in state_keys(trainer.callbacks).items() if each is self)
         self._store.begin(trainer, folder, state)
 
     def on_batch_end(self, trainer: TrainerView, task: TaskView, outputs: Any) -> None:

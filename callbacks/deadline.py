@@ -40,8 +40,9 @@ def save_in_time(trainer: TrainerView, store: Store, left: float) -> None:
     """
     store.withdraw(trainer, scored=True)
     began, seconds = time.monotonic(), trainer.save_seconds
+    is_finite = store.has_finite_weights(trainer)
     fits, name = by_main_process(
-        trainer, lambda: _choose(trainer, store, seconds, left), f"{OWNER}: what there is time for"
+        trainer, lambda: _choose(trainer, store, seconds, left, is_finite), f"{OWNER}: what there is time for"
     )
     if name is not None:
         path = store.folder / name
@@ -56,11 +57,13 @@ def save_in_time(trainer: TrainerView, store: Store, left: float) -> None:
         store.save_newest(trainer)
 
 
-def _choose(trainer: TrainerView, store: Store, seconds: float | None, left: float) -> tuple[bool, str | None]:
+def _choose(
+    trainer: TrainerView, store: Store, seconds: float | None, left: float, is_finite: bool
+) -> tuple[bool, str | None]:
     """Whether a save that takes so long fits, and else the name of the file for the weights. Local."""
     if seconds is not None and seconds * MARGIN < left:
         return True, None
-    if not store.has_finite_weights(trainer):
+    if not is_finite:
         return False, None
     return False, free_path(store.folder / f"step={trainer.state.step:06d}-weights{SUFFIX}", mark="-v").name
 

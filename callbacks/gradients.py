@@ -74,7 +74,7 @@ class GradientMonitor(Callback):
     def on_before_step(self, trainer: TrainerView, task: TaskView, optimizer: Optimizer) -> None:
         step = trainer.state.step + 1  # the one that these gradients will make
         if any(step % every == 0 for every in self._every) or (self._first and step == 1):
-            self._measure(optimizer, self._total_name(trainer, optimizer))
+            trainer.once_agreed(lambda: self._measure(trainer, optimizer))
 
     def on_log(self, trainer: TrainerView, task: TaskView, metrics: dict[str, float], step: int) -> None:
         metrics.update(to_numbers(self._newest))
@@ -93,16 +93,13 @@ class GradientMonitor(Callback):
         index = next(i for i, other in enumerate(trainer.optimizers) if other is optimizer)
         return f"grad_norm/optimizer_{index}"
 
-    def _measure(self, optimizer: Optimizer, total_name: str) -> None:
-        gradients = {
-            self._names[id(parameter)]: parameter.grad
-            for parameter in parameters_of(optimizer)
-            if parameter.grad is not None and parameter.grad.numel() > 0
-        }
-        norms = dict(zip(gradients, tensor_norms(gradients.values(), self.norm_type), strict=True))
+    def _measure(self, trainer: TrainerView, optimizer: Optimizer) -> None:
+        parameters = parameters_of(optimizer)
+        found = zip(parameters, trainer.gradient_norms(parameters, self.norm_type), strict=True)
+        norms = {self._names[id(parameter)]: norm for parameter, norm in found if norm is not None}
         if not norms:
             return
-        self._newest[total_name] = self._joint(list(norms.values()))
+        self._newest[self._total_name(trainer, optimizer)] = self._joint(list(norms.values()))
         if self.per_module:
             modules: dict[str, list[Tensor]] = {}
             for name, norm in norms.items():

@@ -127,7 +127,8 @@ class NaNGuard(Callback):
         self._batch = None
         if trainer.nonfinite_elsewhere:
             self.nonfinite_steps += 1  # another process found it, and all of them dropped the step
-            self._buffers.put_back()
+        if trainer.nonfinite_elsewhere or self._buffers.window == self._bad_window:
+            self._buffers.put_back()  # also what micro-batches behind the bad one did in the window that is dropped
 
     def on_epoch_end(self, trainer: TrainerView, task: TaskView, metrics: dict[str, float]) -> None:
         if trainer.window_start == trainer.state.micro_step:  # no window is carried on: one that was cut is dropped

@@ -42,19 +42,20 @@ class Buffers:
         modules = [] if module is None else module.modules()
         self._places = [(m, name) for m in modules for name, buffer in m._buffers.items() if buffer is not None]
         self._kept: list[tuple[Tensor, Tensor]] = []
-        self._window = -1
+        self.window: int | None = None
+        """The window that they are from, None outside of one."""
 
     def keep(self, window: int) -> None:
         """Copy them, if this window is a new one."""
-        if self._places and window != self._window:
-            self._window = window
+        if self._places and window != self.window:
+            self.window = window
             # All of them: kernels such as batch norm's change buffers without counting up their version.
             buffers = [module._buffers[name] for module, name in self._places]
             self._kept = [(buffer, buffer.detach().clone()) for buffer in buffers]
 
     def forget(self) -> None:
         """The window is over, or was dropped: whatever comes next is a new one."""
-        self._window = -1
+        self.window = None
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -123,6 +124,8 @@ def _first_bad_module(trainer: TrainerView, task: Any, occurrence: Occurrence) -
     """Run the batch once more and name the module whose output is not finite first."""
     if not task.automatic_optimization:
         return "The first bad module is not looked for in manual optimization."
+    if not trainer.has_whole_model:
+        return "The first bad module is not looked for, since each process has a part of the model alone."
     if trainer.process.num_processes > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in task.modules()):
         return "The first bad module is not looked for among SyncBatchNorm, whose forward needs all processes."
     found: list[str] = []

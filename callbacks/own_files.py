@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 from ..distributed.atomic import remove_folder
@@ -25,6 +25,9 @@ class OwnFiles:
         self._suffix = suffix
         self.paths: set[Path] = set()
         """Those that were written and not removed."""
+        self.left: dict[Path, int] = {}
+        """Those of them that an earlier leg wrote after the checkpoint that this one goes on from, and their steps:
+        they may be replaced."""
 
     def has(self, path: Path | None, folder: Path) -> bool:
         """Whether this run wrote it, into this folder."""
@@ -38,15 +41,33 @@ class OwnFiles:
             name: what it is to be called.
             taken: paths that something will have soon.
         """
-        path = free_path(
-            folder / name, is_taken=lambda path: path.exists() or path in taken, mark="-v", suffix=self._suffix
-        )
+
+        def is_taken(path: Path) -> bool:
+            return path in taken or (path not in self.left and path.exists())
+
+        path = free_path(folder / name, is_taken=is_taken, mark="-v", suffix=self._suffix)
         if path.name != name and folder / name not in self.paths and folder / name not in taken:
             warnings.warn(
                 f"{self._owner}: {str(folder / name)!r} is there already, and stays; this run writes {path.name!r}.",
                 stacklevel=2,
             )
         return path
+
+    def add(self, path: Path) -> None:
+        """Know that it was written now."""
+        self.paths.add(path)
+        self.left.pop(path, None)
+
+    def take_over(self, left: Mapping[Path, int]) -> None:
+        """Know what an earlier leg wrote after the checkpoint, and at which steps."""
+        self.paths.update(left)
+        self.left.update(left)
+
+    def remove_left(self, folder: Path, step: int, *, unlinks: bool = True) -> None:
+        """Remove what an earlier leg wrote up to this step, which the run has reached again."""
+        for path in [path for path, written_at in self.left.items() if written_at <= step]:
+            self.remove(path, folder, unlinks=unlinks)
+            self.left.pop(path, None)
 
     def remove(self, path: Path, folder: Path, *, unlinks: bool = True) -> None:
         """Remove it if it is one of these; with `unlinks=False` another process removes it from the disk."""

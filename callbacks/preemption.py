@@ -76,6 +76,12 @@ class Preemption(Callback):
         if self.requeue is True and self._scontrol is None:
             missing = "no 'scontrol' on PATH" if launched_as("SLURM_JOB_ID", 0) else "no SLURM_JOB_ID"
             raise ConfigError(f"Preemption(requeue=True): {missing}, so that no job can be requeued. Leave it 'auto'.")
+        if trainer.process.is_main_process and not trainer.handles(Callback.on_stop):
+            warnings.warn(
+                "Preemption: nothing will be saved when a signal ends this run. Add ModelCheckpoint() to the "
+                "callbacks, or save by a function of your own: trainer.on('stop', ...).",
+                stacklevel=2,
+            )
 
     def on_saved(self, trainer: TrainerView, task: TaskView, path: Path) -> None:
         self._has_saved = True

@@ -98,8 +98,10 @@ class StateFolders(Store):
         if score is None and earlier is not None and earlier.step == step:
             score = earlier.score
 
+        is_finite = self.has_finite_weights(trainer)
+
         def name() -> str | None:
-            return str(self._free_path(trainer, score, metrics)) if self.has_finite_weights(trainer) else None
+            return str(self._free_path(trainer, score, metrics)) if is_finite else None
 
         told = by_main_process(trainer, name, f"{OWNER}: naming a checkpoint")
         if told is None:

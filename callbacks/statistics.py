@@ -58,13 +58,14 @@ def recompute_statistics(
 
 
 def _pass_forward(trainer: TrainerView) -> None:
-    for index, batch in enumerate(trainer.training_batches()):
-        try:
-            trainer.training_step(batch, index)
-        except SkipBatch:
-            continue
-        except ControlFlow:  # the end of the epoch, or of the run, as the task sees it
-            break
+    with trainer.training_passes() as training_step:
+        for index, batch in enumerate(trainer.training_batches()):
+            try:
+                training_step(batch, index)
+            except SkipBatch:
+                continue
+            except ControlFlow:  # the end of the epoch, or of the run, as the task sees it
+                break
 
 
 def _combine(norms: list[_BatchNorm], before: list[list[Tensor]]) -> None:

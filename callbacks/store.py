@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.finite import find_nonfinite_weight
 from .file_names import FileName
 from .kept_checkpoints import KeptCheckpoints, SavedCheckpoint
 from .monitor import Monitor
@@ -59,6 +58,8 @@ class Store(ABC):
         """Where it writes."""
         self.kept = KeptCheckpoints(rules.top_k, rules.monitor, keeps_newest=keeps_newest)
         self.own = OwnFiles(OWNER, suffix)
+        self.key = ""
+        """What tells the callback from the run's others, in every leg."""
         self.siblings: Sequence[Store] = ()
         """Those of the run's other callbacks, which may write into the same folder."""
         self.stopgap: Path | None = None
@@ -107,6 +108,8 @@ class Store(ABC):
             trainer: of this process.
             is_due: whether the interval names the end.
         """
+        if trainer.error is None and trainer.state.step and not (self.kept.all or self.asked):
+            self._last_step = -1  # nothing was trained since the run went on, from a checkpoint that is not kept here
         if is_due or self.rules.last:
             self.save_newest(trainer)
 
@@ -172,9 +175,12 @@ class Store(ABC):
             self.own.paths.add(path)
 
     def has_finite_weights(self, trainer: TrainerView) -> bool:
-        """Whether this process's weights may be saved; warns, once, if not. Local."""
-        bad = find_nonfinite_weight(trainer.unwrapped_model())
-        if bad is not None and not self._has_warned:
+        """Whether the weights may be saved; the main process warns, once, if not. Collective where each process has a
+        part of them, unless the run is failing; elsewhere only the main process looks.
+        """
+        is_main = trainer.process.is_main_process
+        bad = trainer.nonfinite_weight() if is_main or not trainer.has_whole_model else None
+        if bad is not None and is_main and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"{OWNER}: {bad!r} is not finite at step {trainer.state.step}; nothing is written as long as this "

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ..distributed.errors import check_integer
 from ..distributed.units import size_bytes
+from ..strategies.wrapping import class_of
 from .callback import Callback
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ class ModelSummary(Callback):
     def on_fit_start(self, trainer: TrainerView, task: TaskView) -> None:
         """Print it."""
         if trainer.process.is_main_process:
-            print(summarize(trainer.unwrapped_model(), self._max_depth), file=sys.stderr, flush=True)
+            with trainer.whole_shapes():
+                text = summarize(trainer.unwrapped_model(), self._max_depth)
+            print(text, file=sys.stderr, flush=True)
 
 
 def summarize(model: nn.Module, max_depth: int = 1) -> str:
@@ -59,7 +62,7 @@ def summarize(model: nn.Module, max_depth: int = 1) -> str:
     rows = list(_rows(model, max_depth))
     if own.tensors and rows:
         rows.insert(0, ("(own)", "", own.total_text, own.trainable_text, ""))
-    return "\n".join([type(model).__name__, *_table(rows), *_totals(model)])
+    return "\n".join([class_of(model).__name__, *_table(rows), *_totals(model)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,7 @@ def _rows(module: nn.Module, depth: int, level: int = 0) -> Iterator[tuple[str, 
     for name, child in module.named_children():
         count = _Count.of(child.parameters())
         mode = "train" if child.training else "eval"
-        yield "  " * level + name, type(child).__name__, count.total_text, count.trainable_text, mode
+        yield "  " * level + name, class_of(child).__name__, count.total_text, count.trainable_text, mode
         yield from _rows(child, depth - 1, level + 1)
 
 

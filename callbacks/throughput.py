@@ -166,7 +166,7 @@ class ThroughputMonitor(Callback):
             raise ConfigError(
                 f"task.flops_per_batch={per_batch!r}. Expected a number: the operations of one micro-batch."
             )
-        return per_batch * (now.batches - oldest.batches) * trainer.process.num_processes
+        return per_batch * (now.batches - oldest.batches) * trainer.data_share.num_processes
 
 
 def _rates(oldest: _Reading, now: _Reading, seconds: float) -> dict[str, float]:

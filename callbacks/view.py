@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from ..distributed.process import ProcessState
+    from ..distributed.shares import DataShare
     from .callback import Callback
     from .limits import Limits
     from .state import RunState
@@ -65,6 +66,11 @@ class TrainerView(Protocol):
     @property
     def process(self) -> ProcessState:
         """The process this runs in: `is_main_process`, `device`, `num_processes`, ..."""
+        ...
+
+    @property
+    def data_share(self) -> DataShare:
+        """Which share of the data this process gets: along some axes of a mesh, processes get the same."""
         ...
 
     @property
@@ -141,6 +147,44 @@ class TrainerView(Protocol):
         """The task's `training_step` in the run's precision. Fires no event. Local: past the strategy's wrapper."""
         ...
 
+    def training_passes(self) -> AbstractContextManager[Callable[[Any, int], Any]]:
+        """A context that gives the task's `training_step` for forward passes alone, in the run's precision. Fires no
+        event. Collective where each process has a part of the weights: in it, for each batch, and at its end.
+        """
+        ...
+
+    @property
+    def has_whole_model(self) -> bool:
+        """Whether this process has all of the model, so that it can compute and save without the others."""
+        ...
+
+    @property
+    def shows_weights(self) -> bool:
+        """Whether parameters have their values (this process's part, where they are sharded) between two passes."""
+        ...
+
+    def whole_shapes(self) -> AbstractContextManager[Any]:
+        """A context in which the task's parameters have their whole shapes, and not always values. Local."""
+        ...
+
+    def once_agreed(self, act: Callable[[], None]) -> None:
+        """Call a function behind `on_before_step`, if no callback of any process drops the step: then all processes
+        call theirs, which may be collective. For use in `on_before_step`.
+        """
+        ...
+
+    def gradient_norms(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> list[Tensor | None]:
+        """The norm of each parameter's gradient, a scalar on its device; None for one without a gradient. Collective
+        where each process has a part of the gradients.
+        """
+        ...
+
+    def nonfinite_weight(self) -> str | None:
+        """The name of the first weight that can't be right, None when all are finite. Collective where each process
+        has a part of the weights, unless an exception is ending the run.
+        """
+        ...
+
     def training_batches(self) -> Iterator[Any]:
         """One more pass over this process's training batches, on the device; it leaves no trace. Collective where the
         loader is dispatched, or shuffles by a generator that processes share.
@@ -151,11 +195,15 @@ class TrainerView(Protocol):
         """As `task.log`; for callbacks."""
         ...
 
+    def handles(self, event: Callable[..., None]) -> bool:
+        """Whether a callback or a function handles an event of this run, such as `Callback.on_stop`."""
+        ...
+
     def stop(self, reason: str) -> None:
         """Ask for an orderly end at the next step boundary."""
         ...
 
-    def save_model(self, path: str | Path) -> Path:
+    def save_model(self, path: str | Path, *, metadata: Mapping[str, str] | None = None) -> Path:
         """Write the model's weights as safetensors, whole or not at all, on the main process. Collective where each
         process has a part of them.
         """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.shards import SUFFIX
+from ..checkpoint.tensor_file import TensorFile
 from ..distributed.errors import CheckpointError
 from .kept_checkpoints import SavedCheckpoint
 from .store import OWNER, Rules, Store, entries_of
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from .view import TrainerView
 
 _LAST = "last" + SUFFIX
+_SAVED_BY = "loopwright.saved_by"
+"""In the metadata of each file, as JSON: the run, the callback and the step that it is of."""
 
 
 class WeightFiles(Store):
@@ -81,15 +85,20 @@ class WeightFiles(Store):
             CheckpointError: on every process: the main one could not write.
         """
 
+        is_finite = self.has_finite_weights(trainer)
+
         def choose() -> str | None:
-            return str(self._path(name, older)) if self.has_finite_weights(trainer) else None
+            return str(self._path(name, older)) if is_finite else None
 
         told = by_main_process(trainer, choose, f"{OWNER}: choosing the file {name}")
         if told is None:
             return None
         path = Path(told)
-        write_together(trainer, path)
-        self.own.paths.add(path)
+        step = trainer.state.step
+        origin = {"run": trainer.run_id, "callback": self.key, "step": step}
+        write_together(trainer, path, {_SAVED_BY: json.dumps(origin)})
+        self.own.add(path)
+        self.own.remove_left(self.folder, step, unlinks=trainer.process.is_main_process)
         return path
 
     def _path(self, name: str, older: Path | None) -> Path:
@@ -110,25 +119,47 @@ class WeightFiles(Store):
             self._last_path = self._find(trainer, state, [state["last"]])[0]
             if self._last_path is not None:
                 self._take_over(self._last_path)
+        if self._is_own_run:
+            told = by_main_process(trainer, lambda: self._find_left(trainer), f"{OWNER}: what an earlier leg has left")
+            self.own.take_over({self.folder / name: step for name, step in told.items()})
+
+    def _find_left(self, trainer: TrainerView) -> dict[str, int]:
+        """The files that this callback wrote after the checkpoint that the run goes on from, and their steps. Local."""
+        found: dict[str, int] = {}
+        for path in self.folder.glob(f"*{SUFFIX}"):
+            origin = _origin_of(path)
+            is_ours = (origin.get("run"), origin.get("callback")) == (trainer.run_id, self.key)
+            if is_ours and path not in self.own.paths and origin["step"] >= trainer.state.step:
+                found[path.name] = origin["step"]
+        return found
 
 
-def write_together(trainer: TrainerView, path: Path) -> None:
+def _origin_of(path: Path) -> dict[str, Any]:
+    try:
+        metadata = TensorFile(path).metadata
+        return dict(json.loads(metadata.get(_SAVED_BY, "{}")))
+    except (CheckpointError, OSError, ValueError):
+        return {}  # whoever wrote it, this run's files are whole
+
+
+def write_together(trainer: TrainerView, path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write the weights into a file. Collective, unless the run is failing.
 
     Args:
         trainer: of this process.
         path: the file; that of the main process counts.
+        metadata: texts beside the weights.
     Raises:
         CheckpointError: on every process: it can't be written.
     """
     if not trainer.process.is_main_process:
         trainer.save_model(path)  # writes nothing, and gives its part of the weights where it has one
-    by_main_process(trainer, lambda: _write(trainer, path), f"{OWNER}: writing {path.name}")
+    by_main_process(trainer, lambda: _write(trainer, path, metadata), f"{OWNER}: writing {path.name}")
 
 
-def _write(trainer: TrainerView, path: Path) -> None:
+def _write(trainer: TrainerView, path: Path, metadata: Mapping[str, str] | None) -> None:
     try:
-        trainer.save_model(path)
+        trainer.save_model(path, metadata=metadata)
     except OSError as error:
         raise CheckpointError(
             f"{OWNER} could not write {str(path)!r} at step {trainer.state.step}: {error}. What was written before is "

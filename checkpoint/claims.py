@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import socket
 import warnings
@@ -11,6 +12,8 @@ import weakref
 from pathlib import Path
 
 from ..distributed.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 FILE_NAME = ".claim"
 
@@ -46,8 +49,12 @@ class FolderClaim:
         """Let others have the folder. Does nothing the second time, nor in a forked process."""
         if self._descriptor is None:
             return
-        (self.folder / FILE_NAME).unlink(missing_ok=True)  # while it is still held, so that it is this one's
-        _leave(self)
+        try:
+            (self.folder / FILE_NAME).unlink(missing_ok=True)  # while it is still held, so that it is this one's
+        except OSError as error:  # it holds nobody up, as what a killed process leaves
+            logger.warning("the claim on %r stays, as it can't be removed: %s", str(self.folder), error)
+        finally:
+            _leave(self)
         _remove_empty(self._made)
 
 

@@ -18,6 +18,7 @@ from .others import model_names, open_weights
 from .reading import open_checkpoint
 from .shards import plan_weights
 from .sources import WeightSource, below, plainly_named
+from .stored import StoredTensor
 
 SAFETENSORS, TORCH = "safetensors", "torch"
 KINDS = (SAFETENSORS, TORCH)
@@ -100,14 +101,14 @@ def _convert(
 ) -> ConvertedModel:
     part = below(source, prefix)
     plain = plainly_named(part)
-    state = plain.state_dict()
+    state = plain.state_dict() if kind == TORCH else plain.stored_state_dict()
     files = _write_torch(name, state, folder) if kind == TORCH else _write(name, state, folder, max_shard_size)
     left_out = tuple(each for each in source if prefix and not each.startswith(prefix))
     renamed = {new: old for new, old in zip(plain, part, strict=True) if new != old}
     return ConvertedModel(
         name,
         files,
-        sum(isinstance(value, Tensor) for value in state.values()),
+        sum(isinstance(value, (Tensor, StoredTensor)) for value in state.values()),
         sum((folder / file).stat().st_size for file in files),
         renamed,
         left_out,

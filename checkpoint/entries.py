@@ -10,31 +10,33 @@ from torch.nn.parameter import is_lazy
 
 from ..distributed.errors import CheckpointError
 from .sharded import is_sharded
+from .stored import StoredTensor
 from .tensor_file import knows_dtype
 
 
-def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def tied_names(tensors: Mapping[str, Tensor | StoredTensor]) -> dict[str, str]:
     """For each tensor that is the very same memory as an earlier one, the first name of it."""
     first: dict[object, str] = {}
     ties: dict[str, str] = {}
     for name, tensor in tensors.items():
-        if is_lazy(tensor) or tensor.is_meta or tensor.numel() == 0:
+        if isinstance(tensor, StoredTensor) or is_sharded(tensor):
+            place: object = id(tensor)  # it has no memory of its own; where it is tied it is the same object
+        elif is_lazy(tensor) or tensor.is_meta or tensor.numel() == 0:
             continue
-        # A sharded tensor has no memory of its own; where it is tied it is the same object.
-        own = id(tensor) if is_sharded(tensor) else tensor.data_ptr()
-        place = (tensor.device, own, tensor.dtype, tensor.shape, tensor.stride())
+        else:
+            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if first.setdefault(place, name) != name:
             ties[name] = first[place]
     return ties
 
 
-def check_tensor(name: str, tensor: Tensor) -> None:
+def check_tensor(name: str, tensor: Tensor | StoredTensor) -> None:
     """Refuse a tensor that safetensors can't hold.
 
     Raises:
         CheckpointError: names the tensor and says why.
     """
-    reason = why_not_dense(tensor)
+    reason = None if isinstance(tensor, StoredTensor) else why_not_dense(tensor)
     if reason is None and not knows_dtype(tensor.dtype):
         reason = f"it has the dtype {tensor.dtype}, which safetensors does not know"
     if reason is not None:

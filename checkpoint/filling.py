@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .sharded import fill_part, is_sharded
+from .sharded import is_sharded
 from .sources import WeightSource
+from .stored import fill
 
 
 def fill_in_place(
@@ -34,7 +35,9 @@ def fill_in_place(
         is_plain = type(mine) in (Tensor, nn.Parameter) and name.rpartition(".")[0] in plain_modules
         shape = saved.shape_of(source)
         if is_sharded(mine) and mine is not None and shape == mine.shape:
-            values[name] = mine if name in ties else fill_part(mine, saved[source])
+            if name not in ties:
+                fill(saved, {source: mine})
+            values[name] = mine
             continue
         if not is_plain or mine is None or shape is None:
             values[name] = saved[source]

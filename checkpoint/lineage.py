@@ -21,7 +21,8 @@ class Ancestor:
     """A checkpoint that a run was resumed from, and what was changed then."""
 
     said: Mapping[str, Any]
-    """What is remembered of it: `checkpoint` (its name), `run`, `sequence`, `step`."""
+    """What is remembered of it: `checkpoint` (its name), `run`, `sequence`, and how far it was: `step`, or without a
+    Trainer that counts steps `epoch` and `batch`."""
     changes: tuple[str, ...]
     """The settings that were others before that resume."""
     path: Path | None
@@ -40,11 +41,13 @@ def as_parent(name: str, manifest: Manifest) -> dict[str, Any]:
     before: Mapping[str, Any] = manifest.parent or {}
     resumes = [{**before, "changes": list(manifest.changes)}] if before else []
     earlier = [each for resume in resumes for each in (resume, *resume.pop("earlier", ()))]
+    progress = manifest.progress
+    names = ("step",) if "step" in progress else ("epoch", "batch")
     return {
         "checkpoint": name,
         "run": dict(manifest.run),
         "sequence": manifest.sequence,
-        "step": manifest.progress.get("step"),
+        **{name: progress[name] for name in names if name in progress},
         "earlier": earlier[:_MOST_KEPT],
     }
 

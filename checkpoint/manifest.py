@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,11 @@ import torch
 
 from ..distributed.errors import CheckpointError
 from .hashing import FileEntry
+from .parts import PARTS_SUFFIX
 from .tree import pack, unpack
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The newest that is read. A checkpoint has the lowest that has all that is in it: 2 where parts of tensors are."""
 FILE_NAME = "manifest.json"
 
 
@@ -51,7 +54,7 @@ class Facts:
 class Manifest(Facts):
     """What a checkpoint says of itself."""
 
-    format_version: int = FORMAT_VERSION
+    format_version: int = 1
     """Of the layout of the folder; readers refuse newer ones."""
     sequence: int
     """Its place among those of its folder: larger than that of each which was there before it."""
@@ -67,8 +70,20 @@ def make_manifest(facts: Facts, sequence: int, files: Mapping[str, FileEntry]) -
     """The manifest of a checkpoint that is written now. Local."""
     values = {each.name: getattr(facts, each.name) for each in fields(Facts)}
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    versions = {"loopwright": metadata.version("loopwright"), "torch": str(torch.__version__)}
-    return Manifest(**values, sequence=sequence, created=created, versions=versions, files=dict(sorted(files.items())))
+    versions = {"loopwright": _own_version(), "torch": str(torch.__version__)}
+    return Manifest(
+        **values,
+        format_version=2 if any(name.endswith(PARTS_SUFFIX) for name in files) else 1,
+        sequence=sequence,
+        created=created,
+        versions=versions,
+        files=dict(sorted(files.items())),
+    )
+
+
+@functools.cache
+def _own_version() -> str:
+    return metadata.version("loopwright")  # reads a file
 
 
 def manifest_text(manifest: Manifest) -> str:

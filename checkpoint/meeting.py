@@ -34,6 +34,10 @@ class Meeting(Protocol):
         """Whether this process makes the checkpoint's folder, and commits it."""
 
     @property
+    def index(self) -> int:
+        """This process's number."""
+
+    @property
     def members(self) -> Sequence[int]:
         """Those that save this checkpoint, of all that are heard of."""
 
@@ -50,8 +54,9 @@ class ForegroundMeeting:
     """
 
     def __init__(self, members: Sequence[int] | None = None) -> None:
+        self.index = group.rank()
         self.members = range(group.world_size()) if members is None else members
-        self.is_main = group.rank() == self.members[0]
+        self.is_main = self.index == self.members[0]
 
     def gather(self, value: Any, operation: str) -> list[Any]:
         """Every process's value, on every process. Collective."""
@@ -62,6 +67,7 @@ class LoneMeeting:
     """No meeting: this process saves without the others, which may have failed."""
 
     is_main = True
+    index = 0
     members = (0,)
 
     def gather(self, value: Any, operation: str) -> list[Any]:
@@ -76,17 +82,22 @@ class BackgroundMeeting:
 
     Args:
         timeout_seconds: how long it waits for another process.
+    Raises:
+        CheckpointError: the store is lost.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout = timeout_seconds
         self._round = 0
-        self._index, self._count = group.rank(), group.world_size()
-        self.members, self.is_main = range(self._count), self._index == 0
+        self.index, self._count = group.rank(), group.world_size()
+        self.members, self.is_main = range(self._count), self.index == 0
         self._board: Board | None = None
         if self._count > 1:
             store = dist.distributed_c10d._get_default_store()
-            self._board = Board(store, self._index, prefix="loopwright/save")
+            try:
+                self._board = Board(store, self.index, prefix="loopwright/save")
+            except RuntimeError as error:
+                raise _lost("start_saving", error) from error
             self._processes = exchange([_machine(), os.getpid()], "start_saving")
 
     def gather(self, value: Any, operation: str) -> list[Any]:
@@ -98,13 +109,13 @@ class BackgroundMeeting:
         if self._board is None:
             return [value]
         try:
-            self._board.put(self._round, self._index, text=json.dumps(value))
+            self._board.put(self._round, self.index, text=json.dumps(value))
             found = [self._wait_for(self._board, index, operation) for index in range(self._count)]
             self._board.count("read", self._round, by=1)
         except RuntimeError as error:
             if isinstance(error, LoopwrightError):
                 raise
-            raise CheckpointError(f"{operation}: the processes lost their store: {error}.") from error
+            raise _lost(operation, error) from error
         self._round += 1
         return [json.loads(text) for text in found]
 
@@ -115,9 +126,11 @@ class BackgroundMeeting:
             return
         end = time.monotonic() + _PARTING_SECONDS
         try:
-            if self._index == 0:
+            if self.index == 0:
                 last = self._round - 1
                 while last >= 0 and board.count("read", last) < self._count and time.monotonic() < end:
+                    if not all(map(self._may_live, range(self._count))):
+                        break  # nobody waits for what one that has died will not read
                     time.sleep(_POLL_SECONDS)
                 for number in range(self._round):
                     board.remove("read", number)
@@ -147,6 +160,11 @@ class BackgroundMeeting:
         """Whether a process lives, for all that can be known: of those on other machines, nothing."""
         machine, pid = self._processes[index]
         return machine != _machine() or is_running(pid)
+
+
+def _lost(operation: str, error: RuntimeError) -> CheckpointError:
+    text = str(error).partition("\n")[0]  # the rest are addresses in torch
+    return CheckpointError(f"{operation}: the processes lost their store: {text}. Nothing was saved.")
 
 
 def _machine() -> str:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from .entries import why_not_dense
 from .scalars import DTYPES, TAG, dtype_name
+from .sharded import is_sharded
+from .stored import StoredTensor
 
 # Those that every version of safetensors in use knows; others are stored as bytes.
 _TYPED = {
@@ -41,11 +43,11 @@ class _Seen(NamedTuple):
         return self.begin, self.tensor.dtype, self.tensor.shape, self.tensor.stride()
 
 
-def why_not_storable(tensor: Tensor) -> str | None:
-    """Why a tensor can't be stored, None where it can. Local."""
+def why_not_storable(tensor: Tensor, *, sharded: bool = False) -> str | None:
+    """Why a tensor can't be stored, None where it can; one of which each process has a part if `sharded`. Local."""
     if (reason := why_not_dense(tensor)) is not None:
         return reason
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
+    if type(tensor) not in (Tensor, torch.nn.Parameter) and not (sharded and is_sharded(tensor)):
         return "it is a tensor of a class of its own; convert it to a plain one"
     if tensor.dtype not in _STORABLE:
         return f"it has the dtype {tensor.dtype}; dequantise it, or store its integers and scales"
@@ -71,7 +73,8 @@ class TensorCollector:
         if earlier is not None:
             return {TAG: "again", "id": earlier.node.setdefault("id", earlier.number)}
         node = {TAG: "tensor"}
-        seen = _Seen(len(self._seen), self._free(name), tensor, node, *_span(tensor), _memory_of(tensor))
+        place = ((0, 0), None) if is_sharded(tensor) else (_span(tensor), _memory_of(tensor))
+        seen = _Seen(len(self._seen), self._free(name), tensor, node, *place[0], place[1])
         self._seen.append(seen)
         self._by_object[id(tensor)] = seen
         return seen.node
@@ -116,12 +119,12 @@ class TensorRestorer:
         tensors: what was stored, by name; each is asked for once.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
         self._tensors = tensors
-        self._memory: dict[str, Tensor] = {}
-        self._by_identity: dict[int, Tensor] = {}
+        self._memory: dict[str, Tensor | StoredTensor] = {}
+        self._by_identity: dict[int, Tensor | StoredTensor] = {}
 
-    def restore(self, node: Mapping[str, Any]) -> Tensor:
+    def restore(self, node: Mapping[str, Any]) -> Tensor | StoredTensor:
         """The tensor of a JSON object. Those that shared memory share it again.
 
         Raises:
@@ -134,7 +137,10 @@ class TensorRestorer:
         if is_first:
             self._memory[name] = self._tensors[name]
         memory = self._memory[name]
+        tensor: Tensor | StoredTensor
         if "dtype" in node:
+            if isinstance(memory, StoredTensor):  # a view needs the memory that it looks at
+                memory = self._memory[name] = memory.read()
             flat = _flat(memory, DTYPES[node["dtype"]])
             tensor = flat.as_strided(node["shape"], node["stride"], flat.storage_offset() + node["offset"])
         else:
@@ -142,6 +148,11 @@ class TensorRestorer:
         if "id" in node:
             self._by_identity[node["id"]] = tensor
         return tensor
+
+    def read(self, node: Mapping[str, Any]) -> Tensor:
+        """The tensor of a JSON object, in memory."""
+        found = self.restore(node)
+        return found.read() if isinstance(found, StoredTensor) else found
 
 
 def _flat(memory: Tensor, dtype: torch.dtype) -> Tensor:
@@ -175,6 +186,8 @@ def _store(group: list[_Seen]) -> Tensor:
     tensor = first.tensor.detach()
     for seen in group:
         seen.node["in"] = first.name
+    if is_sharded(tensor):
+        return tensor
     is_alone, is_typed = len(group) == 1, tensor.dtype in _TYPED
     # A view with gaps is stored without what lies between.
     is_repacked = is_alone and (first.memory is None or tensor.nbytes < first.end - first.begin)

@@ -57,7 +57,10 @@ def wrapped_attribute(module: object) -> str | None:
     """The attribute in which a wrapper holds its module, None if this is no wrapper."""
     if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel, MethodForward)):
         return "module"
-    # Imported only once something was compiled, and it takes a second.
+    # Both are imported only where something was wrapped by them, and take seconds.
+    engines = sys.modules.get("deepspeed.runtime.engine")
+    if engines is not None and isinstance(module, engines.DeepSpeedEngine):
+        return "module"
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return COMPILED if compiler is not None and isinstance(module, compiler.OptimizedModule) else None
 

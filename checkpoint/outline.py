@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..distributed.errors import CheckpointError
 from .reading import Checkpoint
 from .scalars import TAG
-from .tensor_file import Place
+from .stored import Kept
 
 _LONGEST = 60
 _HIDDEN = {TAG, "base64", "id"}
@@ -34,7 +34,7 @@ def outline(checkpoint: Checkpoint, name: str) -> list[tuple[str, str]]:
         raise CheckpointError(f"{str(file)!r} can't be read: {type(error).__name__}: {error}.") from error
 
 
-def _lines(node: Any, path: str, places: dict[str, Place]) -> Iterator[tuple[str, str]]:
+def _lines(node: Any, path: str, places: Mapping[str, Kept]) -> Iterator[tuple[str, str]]:
     if isinstance(node, list):
         yield from _children([(f"{path}[{index}]", item) for index, item in enumerate(node)], path, "list", places)
     elif not isinstance(node, dict):
@@ -48,7 +48,7 @@ def _lines(node: Any, path: str, places: dict[str, Place]) -> Iterator[tuple[str
 
 
 def _children(
-    items: list[tuple[str, Any]], path: str, kind: str, places: dict[str, Place]
+    items: list[tuple[str, Any]], path: str, kind: str, places: Mapping[str, Kept]
 ) -> Iterator[tuple[str, str]]:
     if not items:
         yield path, f"empty {kind}"
@@ -67,7 +67,7 @@ def _key(key: Any) -> str:
     return _tagged(key, {}) if isinstance(key, dict) else _short(key)
 
 
-def _tagged(node: dict[str, Any], places: dict[str, Place]) -> str:
+def _tagged(node: dict[str, Any], places: Mapping[str, Kept]) -> str:
     if node[TAG] == "tensor":
         place = places[node["in"]]
         dtype = node.get("dtype", str(place.dtype).removeprefix("torch."))

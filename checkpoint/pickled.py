@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.errors import CheckpointError
+from .boxes import index_of
 from .entries import tied_names
 from .shards import check_promised, listed, shard_files
 from .sources import WeightSource
@@ -77,6 +78,10 @@ class PickledWeights(WeightSource):
             for name, target in targets.items():
                 target.copy_(self._values[name])
 
+    def read_part(self, name: str, offset: Sequence[int], target: Tensor) -> None:
+        with torch.no_grad():
+            target.copy_(self._values[name][index_of(offset, target.shape)])
+
     def state_dict(self) -> dict[str, Any]:
         return dict(self._values)
 
@@ -100,7 +105,7 @@ def read_pickle(file: Path) -> Any:
         refused = _refused_globals(file, str(error))
         if not refused:
             raise CheckpointError(
-                f"{str(file)!r} can't be read as a file of torch.save: {type(error).__name__}: {_first_line(error)}. "
+                f"{str(file)!r} can't be read as a file of torch.save: {type(error).__name__}: {first_line(error)}. "
                 "It may be damaged, or another kind of file."
             ) from error
         raise CheckpointError(
@@ -119,8 +124,8 @@ def _refused_globals(file: Path, message: str) -> list[str]:
         return named
 
 
-def _first_line(error: Exception) -> str:
-    """What is wrong, without torch's advice to load it in another way."""
+def first_line(error: Exception) -> str:
+    """What is wrong, without torch's advice to load it in another way. Local."""
     reason = str(error)
     for advice in ("Do it only if you got the file from a trusted source.", "WeightsUnpickler error: "):
         reason = reason.partition(advice)[2] or reason

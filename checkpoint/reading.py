@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from ..distributed.errors import CheckpointError, suggest
 from .hashing import find_damage
 from .manifest import FILE_NAME, Manifest, read_manifest
+from .parts import PARTS_SUFFIX, PartedTensors
 from .shards import INDEX_SUFFIX, SUFFIX, StoredWeights, listed, names_in
+from .stored import StoredTensor, StoredTensors, fill
 from .tensor_file import TensorFile
 from .tree import pack, unpack
 from .weights import LoadReport, load_weights
@@ -36,17 +38,19 @@ class Checkpoint:
     @property
     def tree_names(self) -> tuple[str, ...]:
         """The names of its state trees."""
-        names = [name for name in self.manifest.files if name.endswith(".json") and not name.endswith(INDEX_SUFFIX)]
-        return tuple(name.removesuffix(".json") for name in names)
+        names = [name.removesuffix(".json") for name in self.manifest.files if name.endswith(".json")]
+        return tuple(name for name in names if "." not in name)  # the others are indexes
 
     @property
     def weights_names(self) -> tuple[str, ...]:
         """The names of the models that it has weights of."""
         files = self.manifest.files
         whole = [name.removesuffix(SUFFIX) for name in files if name.endswith(SUFFIX)]
-        sharded = [name.removesuffix(INDEX_SUFFIX) for name in files if name.endswith(INDEX_SUFFIX)]
-        shards = {name for base in sharded for name in whole if name.startswith(f"{base}-")}
-        return tuple(sorted({*whole, *sharded} - {*self.tree_names} - shards))
+        whole = [name for name in whole if "." not in name]  # the others have parts
+        indexes = (PARTS_SUFFIX, INDEX_SUFFIX)
+        spread = [name.removesuffix(suffix) for suffix in indexes for name in files if name.endswith(suffix)]
+        shards = {name for base in spread for name in whole if name.startswith(f"{base}-")}
+        return tuple(sorted({*whole, *spread} - {*self.tree_names} - shards))
 
     @property
     def unlisted_files(self) -> tuple[str, ...]:
@@ -60,16 +64,29 @@ class Checkpoint:
         Args:
             name: of the tree.
             into: a value of the same structure. Where it has a tensor of the same shape and number format, that one is
-                filled in place, on its device, and is part of the result.
+                filled in place, on its device, and is part of the result; of a sharded one this process's part.
         Raises:
             CheckpointError: it has no such tree, or the tree is damaged.
         """
         values, stored = self.packed_tree(name)
-        existing = {} if into is None else pack(into, name).tensors
+        existing = {} if into is None else pack(into, name, sharded=True).tensors
         return unpack(values, {} if stored is None else _read_tensors(stored, existing))
 
-    def packed_tree(self, name: str) -> tuple[Any, TensorFile | None]:
-        """A state tree as it is stored: its JSON, and the file of its tensors, None where it has none.
+    def stored_tree(self, name: str) -> Any:
+        """A state tree whose tensors are `StoredTensor`s, read when they are asked for, as far as nothing shares memory
+        with them.
+
+        Raises:
+            CheckpointError: it has no such tree, or the tree is damaged.
+        """
+        values, stored = self.packed_tree(name)
+        if stored is None:
+            return unpack(values, {})
+        tensors = {key: StoredTensor(stored, key, place.dtype, place.shape) for key, place in stored.places.items()}
+        return unpack(values, tensors)
+
+    def packed_tree(self, name: str) -> tuple[Any, StoredTensors | None]:
+        """A state tree as it is stored: its JSON, and its tensors, None where it has none.
 
         Raises:
             CheckpointError: it has no such tree, or the tree is damaged.
@@ -79,6 +96,8 @@ class Checkpoint:
         file = self.path / f"{name}.json"
         try:
             values = json.loads(file.read_bytes(), parse_constant=_refuse_constant)
+            if f"{name}{PARTS_SUFFIX}" in self.manifest.files:
+                return values, PartedTensors(self.path / f"{name}{PARTS_SUFFIX}")
             has_tensors = f"{name}{SUFFIX}" in self.manifest.files
             return values, TensorFile(self.path / f"{name}{SUFFIX}") if has_tensors else None
         except (OSError, ValueError, RecursionError) as error:
@@ -138,14 +157,14 @@ def open_checkpoint(path: str | Path, *, verify: Verify = "full") -> Checkpoint:
     return checkpoint
 
 
-def _read_tensors(stored: TensorFile, existing: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors of a file: each in an existing one of its name, shape and format, or in memory of its own."""
+def _read_tensors(stored: StoredTensors, existing: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All stored tensors: each in an existing one of its name, shape and format, or in memory of its own."""
     tensors = {}
     for name, place in stored.places.items():
         target = existing.get(name)
         fits = target is not None and (target.shape, target.dtype) == (place.shape, place.dtype)
         tensors[name] = target if target is not None and fits else torch.empty(place.shape, dtype=place.dtype)
-    stored.read_into(tensors)
+    fill(stored, tensors)
     return tensors
 
 

@@ -8,11 +8,12 @@ failure the folder is gone.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..distributed.atomic import PartialFolder, move_into
 from ..distributed.errors import CheckpointError
@@ -23,7 +24,7 @@ from .hashing import FileEntry, NewFiles
 from .host_copies import HostCopies
 from .manifest import FILE_NAME, Facts, make_manifest, manifest_text
 from .meeting import BackgroundMeeting, ForegroundMeeting, LoneMeeting, Meeting, together
-from .shards import SUFFIX
+from .parts import Described
 from .space import check_space
 from .tensor_file import write_tensors
 
@@ -60,8 +61,8 @@ def save_checkpoint(
             file system is full or can't be written to. Nothing is left behind, and no other checkpoint was touched.
     """
     meeting: Meeting = LoneMeeting() if alone else ForegroundMeeting(members)
-    packed, sizes = _pack(contents, facts, meeting)
-    return _write(Path(path), packed, facts, _prepare(Path(path), sizes, meeting, replaces), meeting)
+    packed, told = _pack(contents, facts, meeting)
+    return _write(Path(path), packed, facts, _prepare(Path(path), packed, told, meeting, replaces), meeting)
 
 
 class PendingSave:
@@ -99,8 +100,10 @@ class PendingSave:
 
     def _start(self, packed: PackedContents, facts: Facts, folder: _Folder, meeting: BackgroundMeeting) -> None:
         began = time.monotonic()
+        may_begin = threading.Event()
 
         def work() -> None:
+            may_begin.wait()  # a new thread would keep the interpreter for milliseconds that training waits for
             try:
                 _write(self.path, packed, facts, folder, meeting)
             except CheckpointError as error:
@@ -115,7 +118,10 @@ class PendingSave:
                 meeting.close()
 
         self._thread = threading.Thread(target=work, name="loopwright-save")
-        self._thread.start()
+        try:
+            self._thread.start()
+        finally:
+            may_begin.set()
 
 
 def start_saving(
@@ -143,8 +149,8 @@ def start_saving(
     if previous is not None:
         _wait_for(previous)
     foreground = ForegroundMeeting()
-    packed, sizes = _pack(contents, facts, foreground)
-    folder = _prepare(Path(path), sizes, foreground)
+    packed, told = _pack(contents, facts, foreground)
+    folder = _prepare(Path(path), packed, told, foreground)
     pending = PendingSave(Path(path), HostCopies() if previous is None else previous._copies)
     try:
         together(foreground, "start_saving", lambda: pending._copies.replace(packed.tensor_groups()))
@@ -167,44 +173,52 @@ def _wait_for(previous: PendingSave) -> None:
     )
 
 
-def _pack(contents: Contents, facts: Facts, meeting: Meeting) -> tuple[PackedContents, int]:
-    """This process's part, and the size of all parts together."""
+class _Told(NamedTuple):
+    """What processes say of their parts."""
+
+    size_bytes: int
+    """Of all of them together."""
+    described: dict[int, dict[str, Described]]
+    """For each of them the tensors of which it writes a part."""
+
+
+def _pack(contents: Contents, facts: Facts, meeting: Meeting) -> tuple[PackedContents, _Told]:
+    """This process's part, and what all say of theirs."""
     packed: list[PackedContents] = []
 
     def act() -> list[Any]:
-        if contents.weights and not meeting.is_main:
-            raise CheckpointError(
-                "weights are given by the main process alone; leave Contents.weights empty elsewhere."
-            )
         if meeting.is_main:
             manifest_text(make_manifest(facts, 0, {}))  # the facts can be stored as well
-        packed.append(PackedContents(contents))
-        return [packed[0].size_bytes, packed[0].file_names()]
+        packed.append(PackedContents(contents, meeting.index, is_main=meeting.is_main))
+        return [packed[0].size_bytes, packed[0].file_names(), packed[0].described]
 
     parts = together(meeting, "save_checkpoint", act)
-    names = [name for _, own in parts for name in own]
+    names = [name for _, own, _ in parts for name in own]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise CheckpointError(
             f"several processes write the same files: {', '.join(twice)}. Give each tree its own name."
         )
-    return packed[0], sum(size for size, _ in parts)
+    described = {index: told for index, (_, _, told) in zip(meeting.members, parts, strict=True)}
+    return packed[0], _Told(sum(size for size, *_ in parts), described)
 
 
-def _prepare(path: Path, size_bytes: int, meeting: Meeting, replaces: bool = False) -> _Folder:
+def _prepare(path: Path, packed: PackedContents, told: _Told, meeting: Meeting, replaces: bool = False) -> _Folder:
     """The temporary folder: on the main process what can end it, elsewhere its path."""
     folder: list[PartialFolder] = []
 
-    def act() -> list[str | None]:
+    def act() -> list[Any]:
         if not meeting.is_main:
-            return [str(path), None]
-        check_space(path.parent, size_bytes)
+            return [str(path), None, "", {}]
+        save = secrets.token_hex(8)
+        twice = packed.add_indexes(told.described, save)
+        check_space(path.parent, told.size_bytes)
         folder.append(PartialFolder(path, replaces=replaces and is_only_a_checkpoint(path)))
-        return [str(path), str(folder[0].path)]
+        return [str(path), str(folder[0].path), save, twice]
 
     try:
         places = together(meeting, "save_checkpoint", act)
-        if len(paths := {str(own) for own, _ in places}) > 1:
+        if len(paths := {str(own) for own, *_ in places}) > 1:
             raise CheckpointError(
                 f"the processes save to different paths: {', '.join(sorted(paths))}. Give all of them the same one. "
                 "Nothing was written."
@@ -213,7 +227,9 @@ def _prepare(path: Path, size_bytes: int, meeting: Meeting, replaces: bool = Fal
         for each in folder:
             each.discard()
         raise
-    return folder[0] if folder else str(places[0][1])
+    _, place, save, twice = places[0]
+    packed.use_indexes(save, twice)
+    return folder[0] if folder else str(place)
 
 
 def _write(path: Path, packed: PackedContents, facts: Facts, folder: _Folder, meeting: Meeting) -> Path:
@@ -243,11 +259,10 @@ def _write_files(place: Path, packed: PackedContents) -> dict[str, FileEntry]:
             "processes see."
         )
     with NewFiles() as files:
-        for name in sorted(packed.trees, key=packed.tree_size, reverse=True):  # the longest to hash begins first
-            if packed.trees[name].tensors:
-                file = files.create(place / f"{name}{SUFFIX}")
-                write_tensors(file, packed.trees[name].tensors, {"format": "pt"})
-            files.write_text(place / f"{name}.json", packed.texts[name])
+        for name, tensors, metadata in packed.tensor_files():  # the longest to hash begins first
+            write_tensors(files.create(place / name), tensors, metadata)
+        for name, text in packed.texts.items():
+            files.write_text(place / name, text)
         for planned in packed.weights.values():
             planned.write(files, {name: place / name for name in planned.names()})
     if packed.files_beside is not None:

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from ..distributed.errors import CheckpointError
-from ..distributed.units import convert_file_size_to_int, size_bytes
+from ..distributed.units import convert_file_size_to_int
 from .entries import check_tensor, tied_names
 from .hashing import NewFiles
+from .parts import PARTS_SUFFIX, PartedTensors
 from .scalars import TAG
 from .sources import WeightSource
+from .stored import StoredTensor, StoredTensors
 from .tensor_file import TensorFile, write_tensors
 from .tree import pack, unpack
 
@@ -34,8 +36,8 @@ class WeightFiles:
 
     base: str
     """The files' common name."""
-    shards: dict[str, dict[str, Tensor]]
-    """For each file its tensors."""
+    shards: dict[str, dict[str, Any]]
+    """For each file its tensors; they may be on disk."""
     metadata: dict[str, dict[str, str]]
     """For each file its metadata."""
     index: str | None
@@ -62,7 +64,37 @@ def plan_weights(state: Mapping[str, Any], base: str, max_shard_size: int | str 
         ConfigError: the size is none.
     """
     limit = None if max_shard_size is None else convert_file_size_to_int(max_shard_size)
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    known = entries_of(state)
+    groups = _grouped(known.tensors, limit)
+    count = len(groups)
+    names = [f"{base}-{index:05}-of-{count:05}{SUFFIX}" for index in range(1, count + 1)]
+    shards = dict(zip(names if count > 1 else [f"{base}{SUFFIX}"], groups, strict=True))
+    metadata = {name: {"format": "pt"} for name in shards}
+    for alias, name in known.aliases.items():
+        next(metadata[file] for file, group in shards.items() if name in group)[alias] = name
+    metadata[next(iter(shards))] |= known.extra
+    return WeightFiles(base, shards, metadata, _index_of(shards) if count > 1 else None)
+
+
+@dataclass(frozen=True)
+class Entries:
+    """What is stored of a state dict."""
+
+    tensors: dict[str, Any]
+    """Each piece of memory once; they may be on disk."""
+    aliases: dict[str, str]
+    """For each tied name that is left out, the stored one."""
+    extra: dict[str, str]
+    """As metadata, the state that is no tensor."""
+
+
+def entries_of(state: Mapping[str, Any]) -> Entries:
+    """What is stored of a state dict with plain names. Local.
+
+    Raises:
+        CheckpointError: a value can't be stored; names it and its type.
+    """
+    tensors = {name: value for name, value in state.items() if isinstance(value, (Tensor, StoredTensor))}
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
     aliases = tied_names(tensors)
@@ -73,16 +105,7 @@ def plan_weights(state: Mapping[str, Any], base: str, max_shard_size: int | str 
             packed = pack(value, name)
             extra[name] = packed.json
             stored |= _checked_free(packed.tensors, stored)
-    groups = _grouped(stored, limit)
-    count = len(groups)
-    names = [f"{base}-{index:05}-of-{count:05}{SUFFIX}" for index in range(1, count + 1)]
-    shards = dict(zip(names if count > 1 else [f"{base}{SUFFIX}"], groups, strict=True))
-    metadata = {name: {"format": "pt"} for name in shards}
-    for alias, name in aliases.items():
-        next(metadata[file] for file, group in shards.items() if name in group)[alias] = name
-    if extra:
-        metadata[next(iter(shards))][_EXTRA] = json.dumps(extra, allow_nan=False)
-    return WeightFiles(base, shards, metadata, _index_of(shards) if count > 1 else None)
+    return Entries(stored, aliases, {_EXTRA: json.dumps(extra, allow_nan=False)} if extra else {})
 
 
 def remove_stale(folder: Path, planned: WeightFiles) -> None:
@@ -102,18 +125,17 @@ class StoredWeights(WeightSource):
     """A model's weights in safetensors files, each read when it is asked for, in memory of its own. Local.
 
     Args:
-        path: a safetensors file, or an index of several; where the file is missing, the index beside it.
+        path: a safetensors file, an index of several, or one of parts; where the file is missing, the index beside it.
     Raises:
         CheckpointError: there is no such file, or it is no safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = existing(path, path.with_name(f"{path.name.removesuffix(SUFFIX)}{INDEX_SUFFIX}"))
+        base = path.name.removesuffix(SUFFIX)
+        self.path = existing(path, *(path.with_name(f"{base}{suffix}") for suffix in (INDEX_SUFFIX, PARTS_SUFFIX)))
         """The file, or the index."""
-        self._files: dict[str, TensorFile] = {}
-        for file, promised in shard_files(self.path).items():
-            stored = TensorFile(file)
-            check_promised(self.path, file, promised, stored.places)
+        self._files: dict[str, StoredTensors] = {}
+        for stored in _opened(self.path):
             self._files |= dict.fromkeys(stored.places, stored)
         extra_file = next((each for each in self._files.values() if _EXTRA in each.metadata), None)
         self._extra: dict[str, Any] = {} if extra_file is None else self._read_extra(extra_file)
@@ -159,7 +181,11 @@ class StoredWeights(WeightSource):
         for group in by_file.values():
             self._files[next(iter(group))].read_into(group)
 
-    def _read_extra(self, file: TensorFile) -> dict[str, Any]:
+    def read_part(self, name: str, offset: Sequence[int], target: Tensor) -> None:
+        """Fill a tensor with the box of its shape that begins at `offset`."""
+        self._files[name].read_part(name, offset, target)
+
+    def _read_extra(self, file: StoredTensors) -> dict[str, Any]:
         try:
             return dict(json.loads(file.metadata[_EXTRA]))
         except (ValueError, TypeError, RecursionError) as error:
@@ -167,7 +193,7 @@ class StoredWeights(WeightSource):
 
 
 class _Lazy(Mapping[str, Tensor]):
-    def __init__(self, files: Mapping[str, TensorFile]) -> None:
+    def __init__(self, files: Mapping[str, StoredTensors]) -> None:
         self._files = files
 
     def __getitem__(self, name: str) -> Tensor:
@@ -191,8 +217,19 @@ def names_in(folder: Path) -> str:
     return listed(sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []) or "nothing"
 
 
-def _grouped(tensors: Mapping[str, Tensor], limit: int | None) -> list[dict[str, Tensor]]:
-    groups: list[dict[str, Tensor]] = [{}]
+def _opened(path: Path) -> Iterator[StoredTensors]:
+    """The files of tensors behind a file or an index."""
+    if path.name.endswith(PARTS_SUFFIX):
+        yield PartedTensors(path)
+        return
+    for file, promised in shard_files(path).items():
+        stored = TensorFile(file)
+        check_promised(path, file, promised, stored.places)
+        yield stored
+
+
+def _grouped(tensors: Mapping[str, Any], limit: int | None) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = [{}]
     size = 0
     for name, tensor in tensors.items():
         if limit is not None and groups[-1] and size + tensor.nbytes > limit:
@@ -203,13 +240,13 @@ def _grouped(tensors: Mapping[str, Tensor], limit: int | None) -> list[dict[str,
     return groups
 
 
-def _index_of(shards: Mapping[str, Mapping[str, Tensor]]) -> str:
-    total = size_bytes(tensor for group in shards.values() for tensor in group.values())
+def _index_of(shards: Mapping[str, Mapping[str, Any]]) -> str:
+    total = sum(tensor.nbytes for group in shards.values() for tensor in group.values())
     places = {name: file for file, group in shards.items() for name in group}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
 
 
-def _checked_free(tensors: Mapping[str, Tensor], taken: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _checked_free(tensors: Mapping[str, Tensor], taken: Mapping[str, Any]) -> Mapping[str, Tensor]:
     for name in tensors.keys() & taken.keys():
         raise CheckpointError(f"two weights are called {name!r}, one of them inside of extra state. Rename it.")
     return tensors
@@ -220,13 +257,13 @@ def _set_of(folder: Path, base: str) -> list[Path]:
     return [path for path in folder.iterdir() if pattern.fullmatch(path.name)]
 
 
-def existing(file: Path, index: Path) -> Path:
-    """The file, or where there is none the index of several in its place. Local.
+def existing(file: Path, *indexes: Path) -> Path:
+    """The file, or where there is none the first index of several in its place. Local.
 
     Raises:
-        CheckpointError: there is neither; says what is beside them.
+        CheckpointError: there is none of them; says what is beside them.
     """
-    found = next((path for path in (file, index) if path.is_file()), None)
+    found = next((path for path in (file, *indexes) if path.is_file()), None)
     if found is None:
         raise CheckpointError(f"{str(file)!r} does not exist. In its folder: {names_in(file.parent)}.")
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..distributed.errors import CheckpointError
 from .names import COMPILED
+from .stored import StoredTensor
 
 _PARALLEL = "module."
 
@@ -39,6 +40,15 @@ class WeightSource(Mapping[str, Any], ABC):
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors of the same shapes in place."""
 
+    @abstractmethod
+    def read_part(self, name: str, offset: Sequence[int], target: Tensor) -> None:
+        """Fill a tensor with the box of its shape that begins at `offset`."""
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, in memory of its own."""
+        found: Tensor = self[name]
+        return found
+
     def are_equal(self, name: str, other: str) -> bool:
         """Whether two tensors have equal values."""
         return self.shape_of(name) == self.shape_of(other) and torch.equal(self[name], self[other])
@@ -47,6 +57,15 @@ class WeightSource(Mapping[str, Any], ABC):
         """All values, for use at once, while the files are there: tied names too, as one object."""
         state = dict(self)
         return state | {alias: state[name] for alias, name in self.aliases.items()}
+
+    def stored_state_dict(self) -> dict[str, Any]:
+        """As `state_dict`, with tensors that are read when they are asked for."""
+        state = {name: self._stored(name) for name in self}
+        return state | {alias: state[name] for alias, name in self.aliases.items()}
+
+    def _stored(self, name: str) -> Any:
+        dtype, shape = self.dtype_of(name), self.shape_of(name)
+        return self[name] if dtype is None or shape is None else StoredTensor(self, name, dtype, shape)
 
 
 class Renamed(WeightSource):
@@ -107,6 +126,9 @@ class Renamed(WeightSource):
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
         self._source.read_into({self._names[name]: target for name, target in targets.items()})
+
+    def read_part(self, name: str, offset: Sequence[int], target: Tensor) -> None:
+        self._source.read_part(self._names[name], offset, target)
 
     def state_dict(self) -> dict[str, Any]:
         whole = self._source.state_dict()

@@ -21,6 +21,7 @@ from ..distributed.errors import CheckpointError
 from . import arrays
 from .memory import TensorCollector, TensorRestorer, why_not_storable
 from .scalars import SMALL, SMALL_DECODERS, TAG, encode_enum, encode_text
+from .stored import StoredTensor
 
 _DEEPEST = 100
 """Levels of nesting; far below what readers of JSON in all languages take."""
@@ -44,27 +45,29 @@ class Packed(NamedTuple):
         return json.dumps(self.json, allow_nan=False, separators=(",", ":"))
 
 
-def pack(value: Any, where: str = "state") -> Packed:
+def pack(value: Any, where: str = "state", *, sharded: bool = False) -> Packed:
     """A value as JSON and tensors. Local; copies no tensor.
 
     Args:
         value: nested values; what is storable is listed above. A Parameter comes back as a tensor, and tensors come
             back without the record of how they were computed. Memory that tensors share is stored once.
         where: what errors and names of tensors call the value.
+        sharded: there may be tensors of which each process has a part; they are among the tensors of the result.
     Raises:
         CheckpointError: something can't be stored; names its path, `state.optimizers[0].foo`, and its type.
     """
-    packer = _Packer()
+    packer = _Packer(sharded)
     packed = packer.pack(value, (None, where))
     return Packed(packed, packer.tensors.finish())
 
 
-def unpack(json: Any, tensors: Mapping[str, Tensor]) -> Any:
+def unpack(json: Any, tensors: Mapping[str, Tensor | StoredTensor]) -> Any:
     """The value that was packed: an equal one of equal types; tensors that shared memory share it again. Local.
 
     Args:
         json: of `Packed`. It is data from outside: it can't name any code to run or to import.
-        tensors: of `Packed`; they become part of the value. Each that is needed is asked for once.
+        tensors: of `Packed`; they become part of the value. Each that is needed is asked for once. Where one is
+            on disk, the value has that, if it does not have to be looked at.
     Raises:
         CheckpointError: it was not made by `pack`, or it holds an enumeration that the program has not defined.
     """
@@ -83,8 +86,9 @@ _Path = tuple[Any, Any]
 
 
 class _Packer:
-    def __init__(self) -> None:
+    def __init__(self, sharded: bool) -> None:
         self.tensors = TensorCollector()
+        self._sharded = sharded
         self._around: set[int] = set()
 
     def pack(self, value: Any, path: _Path) -> Any:
@@ -118,7 +122,7 @@ class _Packer:
             self._around.discard(id(value))
 
     def _pack_tensor(self, tensor: Tensor, path: _Path) -> Any:
-        reason = why_not_storable(tensor)
+        reason = why_not_storable(tensor, sharded=self._sharded)
         if reason is not None:
             raise _refusal(tensor, path, reason.capitalize())
         return self.tensors.add(_rendered(path), tensor)
@@ -179,7 +183,7 @@ def _unpack(value: Any, tensors: TensorRestorer) -> Any:
     if tag in SMALL_DECODERS:
         return SMALL_DECODERS[tag](value)
     if tag in ("ndarray", "numpy"):
-        return arrays.decode(value, tensors.restore(value["data"]) if tag == "ndarray" else None)
+        return arrays.decode(value, tensors.read(value["data"]) if tag == "ndarray" else None)
     if tag not in _BUILDERS:
         raise CheckpointError(
             f"the stored state has a value of the unknown kind {tag!r}. Update Loopwright to read it."

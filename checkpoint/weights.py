@@ -54,6 +54,8 @@ class LoadReport:
         return bool(self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
+        if not self:
+            return "everything fits"
         mismatched = [f"{name} ({self.differences.get(name, 'it differs')})" for name in self.mismatched]
         groups = {"missing": self.missing, "unexpected": self.unexpected, "mismatched": mismatched}
         return "; ".join(f"{word} ({len(names)}): {listed(names)}" for word, names in groups.items() if names)
@@ -81,11 +83,19 @@ def save_weights(module: nn.Module, path: str | Path, *, max_shard_size: int | s
     return write_weights({names[name]: value for name, value in state.items()}, path, max_shard_size=max_shard_size)
 
 
-def write_weights(state: Mapping[str, Any], path: str | Path, *, max_shard_size: int | str | None = None) -> Path:
-    """As `save_weights`, from a state dict with plain names."""
+def write_weights(
+    state: Mapping[str, Any],
+    path: str | Path,
+    *,
+    max_shard_size: int | str | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """As `save_weights`, from a state dict with plain names, and with further texts in the files' metadata."""
     file = weights_file(path)
     base = file.name.removesuffix(SUFFIX)
     planned = plan_weights(state, base, max_shard_size)
+    for own in planned.metadata.values():
+        own |= {name: text for name, text in (metadata or {}).items() if name not in own}
     with ExitStack() as stack:
         # The contexts end from the last to the first: the index, which is read first, appears last.
         places = {name: stack.enter_context(whole_file(file.parent / name)) for name in reversed(planned.names())}

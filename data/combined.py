@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, Literal, TypeAlias, get_args
 
 from ..distributed.errors import ConfigError, DataError, suggest
@@ -37,6 +38,7 @@ class CombinedLoader:
         if not loaders:
             raise ConfigError("CombinedLoader has no loader. Pass at least one.")
         self.mode = mode
+        self._epoch: int | None = None
         self._names = list(loaders) if isinstance(loaders, Mapping) else None
         self.loaders: list[Iterable[Any]] = list(loaders.values()) if isinstance(loaders, Mapping) else list(loaders)
 
@@ -58,39 +60,57 @@ class CombinedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Tell each loader, its samplers at any depth and its dataset, where they listen, which epoch begins."""
+        self._epoch = epoch
         for loader in self.loaders:
-            for listener in epoch_listeners(loader):
-                listener.set_epoch(epoch)
+            _tell(loader, epoch)
 
     def __iter__(self) -> Iterator[Any]:
         return self.iterate_from(0)
 
     def iterate_from(self, num_skipped: int) -> Iterator[Any]:
-        """The items behind the first `num_skipped` ones. Loaders that work by indices load nothing for those."""
-        return self._one_by_one(num_skipped) if self.mode == "sequential" else self._together(num_skipped)
+        """The items behind the first `num_skipped` ones. Loaders that work by indices load nothing for those.
 
-    def _one_by_one(self, num_skipped: int) -> Iterator[Any]:
+        All are of the epoch that was set when this was called, also those of loaders that begin later.
+        """
+        through = self._one_by_one if self.mode == "sequential" else self._together
+        return through(num_skipped, self._epoch)
+
+    def _one_by_one(self, num_skipped: int, epoch: int | None) -> Iterator[Any]:
         for loader in self.loaders:
             if reads_by_index(loader):
-                yield from batches_from(loader, num_skipped)
+                yield from self._begun(loader, epoch, num_skipped)
                 num_skipped = max(num_skipped - len(loader), 0)  # type: ignore[arg-type]
             else:
-                iterator = iter(loader)
+                iterator = self._begun(loader, epoch)
                 num_skipped -= discard(iterator, num_skipped)
                 yield from iterator
 
-    def _together(self, num_skipped: int) -> Iterator[Any]:
+    def _begun(self, loader: Iterable[Any], epoch: int | None, num_skipped: int = 0) -> Iterator[Any]:
+        """The batches of a loader behind its first ones, in the epoch of the pass that it is a part of."""
+        if epoch is None or epoch == self._epoch:
+            return batches_from(loader, num_skipped)
+        _tell(loader, epoch)  # another one was set in the middle of the pass
+        try:
+            iterator = batches_from(loader, num_skipped)
+            first = list(islice(iterator, 1))  # samplers may look at their epoch with the first batch only
+        finally:
+            _tell(loader, self._epoch)
+        return chain(first, iterator)
+
+    def _together(self, num_skipped: int, epoch: int | None) -> Iterator[Any]:
         iterators: list[Iterator[Any]] = [iter(())] * len(self.loaders)
         ended = [False] * len(iterators)
         for index in range(len(iterators)):
-            self._begin(index, num_skipped, iterators, ended)
+            self._begin(index, num_skipped, iterators, ended, epoch)
         while True:
-            batches = [self._next(index, iterators, ended) for index in range(len(iterators))]
+            batches = [self._next(index, iterators, ended, epoch) for index in range(len(iterators))]
             if all(ended) or (self.mode == "min_size" and any(ended)):
                 return
             yield batches if self._names is None else dict(zip(self._names, batches, strict=True))
 
-    def _begin(self, index: int, num_skipped: int, iterators: list[Iterator[Any]], ended: list[bool]) -> None:
+    def _begin(
+        self, index: int, num_skipped: int, iterators: list[Iterator[Any]], ended: list[bool], epoch: int | None
+    ) -> None:
         """Begin to read a loader behind the batches that it gave to the first `num_skipped` items."""
         loader: Any = self.loaders[index]
         length = len(loader) if num_skipped and reads_by_index(loader) else 0
@@ -102,20 +122,20 @@ class CombinedLoader:
             ended[index] = True
             num_skipped -= rounds * length
         if num_skipped == 0 or (length and (num_skipped <= length or self.mode != "max_size_cycle")):
-            iterators[index] = batches_from(loader, num_skipped)
+            iterators[index] = self._begun(loader, epoch, num_skipped)
             return
-        iterators[index] = iter(loader)
+        iterators[index] = self._begun(loader, epoch)
         for _ in range(num_skipped):
-            self._next(index, iterators, ended)
+            self._next(index, iterators, ended, epoch)
 
-    def _next(self, index: int, iterators: list[Iterator[Any]], ended: list[bool]) -> Any:
+    def _next(self, index: int, iterators: list[Iterator[Any]], ended: list[bool], epoch: int | None) -> Any:
         batch = next(iterators[index], _END)
         if batch is not _END:
             return batch
         ended[index] = True
         if self.mode != "max_size_cycle" or all(ended):
             return None
-        iterators[index] = iter(self.loaders[index])
+        iterators[index] = self._begun(self.loaders[index], epoch)
         again = next(iterators[index], _END)
         if again is _END:
             raise DataError(
@@ -124,3 +144,9 @@ class CombinedLoader:
                 "than once."
             )
         return again
+
+
+def _tell(loader: Iterable[Any], epoch: int | None) -> None:
+    """Tell a loader, its samplers at any depth and its dataset which epoch it is."""
+    for listener in epoch_listeners(loader):
+        listener.set_epoch(epoch)

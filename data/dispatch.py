@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..distributed.errors import DataError
 from ..distributed.exchange import broadcast_encoded
+from ..distributed.group import rank
 from ..distributed.nested import recursively_apply
 from ..distributed.slots import control_device
 from ..distributed.watch import collective
@@ -55,6 +56,7 @@ class DispatchedLoader(LoaderDealer):
         loader: any iterable of batches; only the main process iterates it. What is no tensor in them is pickled.
         num_processes: how many processes there are.
         process_index: the index of this one.
+        num_peers: how many processes, one after another, have the same index, and get the same batches.
         split_batches: each batch is cut into as many parts as there are processes.
         drop_last: leave out the last round if it is not full.
         slice_fn: cuts the parts; see `parts_of`. Each round is joined then.
@@ -67,6 +69,7 @@ class DispatchedLoader(LoaderDealer):
         num_processes: int,
         process_index: int,
         *,
+        num_peers: int = 1,
         split_batches: bool = False,
         drop_last: bool = False,
         slice_fn: SliceFunction | None = None,
@@ -80,6 +83,9 @@ class DispatchedLoader(LoaderDealer):
             even_batches=None,
             drop_last=drop_last,
         )
+        self.num_peers = num_peers
+        self.reads = process_index == 0 and (num_peers == 1 or rank() == 0)
+        """Whether this is the process that reads the data."""
         self.slice_fn = slice_fn
         self.pins = pins
         self._position: Any = None
@@ -98,7 +104,7 @@ class DispatchedLoader(LoaderDealer):
     def iterate_from(self, num_skipped: int) -> Iterator[Any]:
         """A pass behind its first `num_skipped` batches of each process, which are not sent. Collective."""
         self.real_samples = -1
-        return self._hand_out(num_skipped) if self.process_index == 0 else self._receive()
+        return self._hand_out(num_skipped) if self.reads else self._receive()
 
     def keep_first_round(self, state: Any) -> None:
         """Read the first round of a pass again, since the last one of the next pass may be completed from it. Local.
@@ -106,7 +112,7 @@ class DispatchedLoader(LoaderDealer):
         Args:
             state: of the loader before that pass; None: it is as it was.
         """
-        if self.process_index or self.drop_last:
+        if not self.reads or self.drop_last:
             return
         if state is not None:
             put_state(self.loader, state)
@@ -116,7 +122,7 @@ class DispatchedLoader(LoaderDealer):
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last round that was handed out; empty except on the main process. Local."""
-        if self.process_index:
+        if not self.reads:
             return {}
         state: dict[str, Any] = state_of(self.loader) if self._position is None else self._position
         return state
@@ -124,7 +130,7 @@ class DispatchedLoader(LoaderDealer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the round that the state was saved at, in the next pass. Local."""
         self._position = None
-        if self.process_index == 0:
+        if self.reads:
             put_state(self.loader, state)
 
     def _hand_out(self, num_skipped: int) -> Iterator[Any]:
@@ -140,7 +146,7 @@ class DispatchedLoader(LoaderDealer):
             if parts is None:
                 return
             self.real_samples = real_samples
-            _send(parts)
+            _send(parts, self.num_peers)
             yield parts[0]
 
     def _receive(self) -> Iterator[Any]:
@@ -219,15 +225,14 @@ def _tensors_of(batch: Any) -> list[Tensor]:
     return found
 
 
-def _send(parts: Sequence[Any]) -> None:
-    """Send each other process its tensors; they go as bytes, whatever their type."""
+def _send(parts: Sequence[Any], num_peers: int) -> None:
+    """Send each other process its tensors; they go as bytes, whatever their type. Each part is that of some peers."""
     device = control_device()
     with collective(_OPERATION):
         buffers = [
             (tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(device), index)
-            for index, part in enumerate(parts)
-            if index
-            for tensor in _tensors_of(part)
+            for index in range(1, len(parts) * num_peers)
+            for tensor in _tensors_of(parts[index // num_peers])
             if tensor.numel()
         ]
         for work in [dist.isend(buffer, index) for buffer, index in buffers]:

@@ -74,6 +74,8 @@ class PreparedLoader(Passes):
         """The loader whose pass this one finishes, which then goes on with the next; None: it has its own passes."""
         self.batches_known = 1
         """Batches that are known to be left, with the one that was given out last: up to `lookahead + 1` of them."""
+        self.skips_all = False
+        """Whether it is the rest of an origin's pass, and nothing is left of it."""
         self.num_before = 0
         """Batches of the origin's pass that are before the first one of this loader."""
         self._num_given: int | None = None
@@ -170,6 +172,11 @@ class PreparedLoader(Passes):
             self.real_samples = None
 
     def _with_end_known(self) -> Iterator[Any]:
+        if self.skips_all:
+            if self.origin is not None and not self._is_between_passes():
+                self.origin._start = None
+                self._end_pass()
+            return
         iterator = self._begin(self.lookahead)
         if self.origin is not None:
             self.origin._start = None  # where it was to go on, this loader does
@@ -207,9 +214,17 @@ class PreparedLoader(Passes):
             yield batch
         self._num_given = None
         if num_given or self.origin is not None:
-            self.iteration += 1
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        self.iteration += 1
         if self.origin is not None:
             self.origin.iteration = max(self.origin.iteration, self.iteration)
+
+    def _is_between_passes(self) -> bool:
+        """Whether the pass that was skipped was over already at the position at which its loader goes on."""
+        start = None if self.origin is None else self.origin._start
+        return start is not None and not start.was_begun
 
     def _tell_remainder(self) -> None:
         """Say how many samples the last round has, as its batch is given out."""

@@ -32,10 +32,13 @@ from .stateful import as_stateful
 
 
 class ProcessLike(Protocol):
-    """A process among others: its state, or a strategy's stand-in for one."""
+    """A process among those that get different batches."""
 
-    num_processes: int
-    process_index: int
+    @property
+    def num_processes(self) -> int: ...
+
+    @property
+    def process_index(self) -> int: ...
 
 
 class Presharded:
@@ -60,6 +63,7 @@ def prepare_loader(
     loader: Iterable[Any],
     *,
     process: ProcessLike,
+    num_peers: int = 1,
     configuration: DataLoaderConfiguration,
     device: torch.device | None,
     active: list[PreparedLoader],
@@ -71,7 +75,8 @@ def prepare_loader(
 
     Args:
         loader: any iterable of batches, the same on every process; one that is prepared already stays as it is.
-        process: this process's place among all.
+        process: this process's place among those that get different batches.
+        num_peers: how many processes, one after another, have the same place, and get the same batches.
         configuration: how batches are dealt out.
         device: where batches go; None leaves them where they are.
         active: the owner's stack of loaders that are being iterated.
@@ -92,6 +97,7 @@ def prepare_loader(
     preparing = _Preparing(
         index=process.process_index,
         count=process.num_processes,
+        num_peers=num_peers,
         configuration=configuration,
         exact=exact,
         ordinal=ordinal,
@@ -99,7 +105,7 @@ def prepare_loader(
         slice_fn=slice_fn_for_dispatch,
     )
     ready = preparing.ready(loader)
-    shared, dealer = (preparing.seeded(ready), None) if process.num_processes == 1 else preparing.share(ready)
+    shared, dealer = preparing.share(ready)
     prepared = PreparedLoader(
         shared,
         device=device,
@@ -120,6 +126,7 @@ class _Preparing:
 
     index: int
     count: int
+    num_peers: int
     configuration: DataLoaderConfiguration
     exact: bool
     ordinal: int
@@ -132,14 +139,19 @@ class _Preparing:
 
     def __post_init__(self) -> None:
         by_batch = bool(self.configuration.seed_batches)
-        if not by_batch and self.count == 1:
+        if not by_batch and self.is_alone:
             return
         seed = self.configuration.data_seed
         if seed is None:
             seed = torch.initial_seed()
-            if by_batch and self.count > 1:
+            if (by_batch and not self.is_alone) or self.num_peers > 1:
                 seed = exchange(seed, "agreeing on the seed of a loader's data")[0]
         self.seeds = DataSeeds(seed, self.index, ordinal=self.ordinal, by_batch=by_batch)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process reads the data."""
+        return self.count * self.num_peers == 1
 
     def ready(self, loader: Any, dispatches: bool | None = None) -> Any:
         """The loader as it is shared: shuffling alike on all processes, with workers that are told the epoch.
@@ -149,7 +161,7 @@ class _Preparing:
             dispatches: whether the main process alone will read it; None: by its kind.
         """
         if dispatches is None:
-            dispatches = self.count > 1 and not self.exact and self._dispatches(_is_stream(loader))
+            dispatches = not self.is_alone and not self.exact and self._dispatches(_is_stream(loader))
         if isinstance(loader, CombinedLoader):
             parts = [self.ready(part, dispatches) for part in loader.loaders]
             is_same = all(part is own for part, own in zip(parts, loader.loaders, strict=True))
@@ -158,23 +170,27 @@ class _Preparing:
             return Presharded(self._with_own_seeds(loader.loader))
         if not isinstance(loader, DataLoader):
             return loader
-        if self.count > 1:
+        if not self.is_alone:
             _refuse_dealt_samples(loader)
         if shuffles(loader) and self.configuration.use_seedable_sampler:
             loader = with_seedable_sampler(loader, self._agreed_seed(loader))
-        elif self.count > 1 and not dispatches and not self._orders_by_seed(loader):
+        elif not self.is_alone and not dispatches and not self._orders_by_seed(loader):
             loader, generator = drawing_alike(loader, torch.initial_seed() + self.ordinal)
             self.generators += [] if generator is None else [generator]
         loader = _with_told_workers(loader)
         loader = self._with_own_seeds(loader, dispatches)
         return as_stateful(loader) if self.configuration.use_stateful_dataloader else loader
 
-    def share(self, loader: Any) -> tuple[Any, Dealer]:
-        """This process's share of the loader, and what deals it."""
+    def share(self, loader: Any) -> tuple[Any, Dealer | None]:
+        """This process's share of the loader, and what deals it; None where there is one share alone."""
+        if self.is_alone:
+            return self.seeded(loader), None
         if isinstance(loader, Presharded):
             return self.seeded(loader.loader, shared=True), NativeShard(self.count, self.index)
         is_loader = isinstance(loader, DataLoader)
         is_stream = _is_stream(loader)
+        if self.count == 1 and (self.exact or not self._dispatches(is_stream)):
+            return self.seeded(loader), None
         if self.exact:
             return self._share_exactly(loader, by_index=is_loader and not is_stream)
         self._check_rounds(loader)
@@ -267,6 +283,7 @@ class _Preparing:
             self.seeded(loader),
             self.count,
             self.index,
+            num_peers=self.num_peers,
             split_batches=split,
             drop_last=bool(getattr(loader, "drop_last", False)),
             slice_fn=self.slice_fn,
@@ -321,7 +338,7 @@ class _Preparing:
         if self.configuration.data_seed is not None:
             return self.configuration.data_seed
         seed = seed_of(loader.sampler)
-        return seed if self.count == 1 else exchange(seed, "agreeing on the order of a loader")[0]
+        return seed if self.is_alone else exchange(seed, "agreeing on the order of a loader")[0]
 
 
 def _refuse_dealt_samples(loader: DataLoader[Any]) -> None:

@@ -41,6 +41,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     prepared = dataloader.attached_to(dataloader.active)
     prepared.origin = dataloader
     prepared.num_before = dataloader.num_before + num_batches
+    prepared.skips_all = num_batches > 0 and num_batches == length
     prepared.end_of_dataloader = False
     # What is read and thrown away already is so before indices are counted.
     if prepared.skip_batches == 0 and reads_by_index(prepared.loader):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -71,7 +71,7 @@ class WindowReader:
         self.wait_seconds = 0.0
         """Time spent waiting for the loader."""
 
-    def __iter__(self) -> Iterator[Window]:
+    def __iter__(self) -> Generator[Window]:
         iterator = self._loader.raw_iterator(2 * self._size)
         ahead, size = self._ahead, self._size
         drops = self._remainder == "drop"

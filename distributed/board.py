@@ -22,14 +22,21 @@ class Board:
         store: the store of the group.
         index: this process's index in the group.
         prefix: of its entries in the store, for boards that are used for something else.
+    Raises:
+        RuntimeError: whoever holds the store does not answer.
     """
 
     def __init__(self, store: Store, index: int, prefix: str = _PREFIX) -> None:
         self._host = store  # the process that holds it keeps it as long as others may ask
         self._store: Store = store
         if (clone := getattr(store, "clone", None)) is not None:  # not in the oldest versions of torch
-            self._store = clone()
-            self._store.set_timeout(PATIENCE)
+            known: Any = store  # torch's types leave this attribute out
+            waits = known.timeout
+            store.set_timeout(PATIENCE)  # the new connection takes it over, also for trying to reach one that has died
+            try:
+                self._store = clone()
+            finally:
+                store.set_timeout(waits)
         # A store may outlive a group. Every process has begun the same number of groups on it.
         self._prefix = f"{prefix}/{self._store.add(f'{prefix}/begun/{index}', 1)}"
         self._num_read = 0

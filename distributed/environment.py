@@ -19,12 +19,55 @@ VARIABLES = {
     "CPU_AFFINITY": "whether each process is bound to cores of its own, or to those near its device",
     "DEBUG_MODE": "Accelerate's, kept as `debug` of the state: shapes are compared in any case",
     "BYPASS_DEVICE_MAP": "whether models whose parts are on several devices are trained as they are",
+    "DEEPSPEED_CONFIG_FILE": "DeepSpeed's configuration of an `Accelerator`: a JSON file, or JSON in base64",
+    "DEEPSPEED_MOE_LAYER_CLS_NAMES": "classes of modules that DeepSpeed gathers as a whole, with commas between them",
+    "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "where DeepSpeed keeps optimizer states: none, cpu or nvme",
+    "DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "the folder for them on an NVMe device",
+    "DEEPSPEED_OFFLOAD_PARAM_DEVICE": "where DeepSpeed keeps weights: none, cpu or nvme",
+    "DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "the folder for them on an NVMe device",
+    "DEEPSPEED_ZERO3_INIT": "whether DeepSpeed builds models in parts",
+    "DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "whether DeepSpeed gives whole weights in 16 bits",
+    "DEEPSPEED_ZERO_STAGE": "what DeepSpeed spreads over the processes: 0 to 3",
     "GRADIENT_ACCUMULATION_STEPS": "micro-batches per optimizer step of an `Accelerator`",
+    "GRADIENT_CLIPPING": "the largest norm of gradients under DeepSpeed",
     "LOG_LEVEL": "level of the loggers that `get_logger` gives, such as INFO",
     "MIXED_PRECISION": "no, bf16 or fp16: the number format of an `Accelerator`",
     "TORCH_DEVICE": "the device of an `Accelerator`, such as cuda:1",
     "USE_CPU": "whether an `Accelerator` stays on the CPU although there is an accelerator device",
+    "USE_DEEPSPEED": "whether strategy='auto' is DeepSpeed, with the options of the variables for it",
+    "USE_FSDP": "whether strategy='auto' is FSDP, with the options of `FSDP_VARIABLES`",
+    "USE_PARALLELISM_CONFIG": "whether an `Accelerator` has the mesh that `PARALLELISM_VARIABLES` say",
 }
+FSDP_VARIABLES = {
+    "FSDP_ACTIVATION_CHECKPOINTING": "whether units compute their activations again in backward",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "whether the inputs of such units are kept on the host",
+    "FSDP_AUTO_WRAP_POLICY": "which modules are units: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP",
+    "FSDP_BACKWARD_PREFETCH": "version 1's word for what is gathered ahead in backward",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "whether transformers loads weights in one process of each machine alone",
+    "FSDP_FORWARD_PREFETCH": "whether the next unit is gathered ahead in forward",
+    "FSDP_IGNORED_MODULES": "a pattern of the names of modules that stay whole",
+    "FSDP_MIN_NUM_PARAMS": "from how many parameters on SIZE_BASED_WRAP makes a module a unit",
+    "FSDP_OFFLOAD_PARAMS": "whether parts are kept on the host",
+    "FSDP_RESHARD_AFTER_FORWARD": "whether units are freed after their forward, or version 1's word",
+    "FSDP_SHARDING_STRATEGY": "version 1's word for what is spread over which processes",
+    "FSDP_STATE_DICT_TYPE": "in which form checkpoints are: SHARDED_STATE_DICT or FULL_STATE_DICT",
+    "FSDP_SYNC_MODULE_STATES": "version 1's: whether all processes get the weights of process 0",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "the classes of TRANSFORMER_BASED_WRAP, with commas between them",
+    "FSDP_USE_ORIG_PARAMS": "version 1's: whether parameters keep their names",
+    "FSDP_VERSION": "1 or 2: whose words the others are",
+}
+"""Accelerate's variables of FSDP, read without a prefix by a `FullyShardedDataParallelPlugin`."""
+PARALLELISM_VARIABLES = {
+    "PARALLELISM_CONFIG_CP_BACKEND": "torch",
+    "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "allgather or alltoall: how keys and values come to a process",
+    "PARALLELISM_CONFIG_CP_SIZE": "parts of each sequence",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "copies of the model",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "parts of the weights",
+    "PARALLELISM_CONFIG_SP_BACKEND": "deepspeed",
+    "PARALLELISM_CONFIG_SP_SIZE": "parts of each sequence by DeepSpeed",
+    "PARALLELISM_CONFIG_TP_SIZE": "parts of the layers",
+}
+"""Accelerate's variables of meshes, read without a prefix by a `ParallelismConfig`."""
 LAUNCHER_VARIABLES = {
     "GROUP_RANK": "the index of this machine (torchrun)",
     "LOCAL_RANK": "this process's index on its machine",
@@ -68,7 +111,8 @@ def read_boolean(text: str) -> bool | None:
 
 def variable_names() -> list[str]:
     """The full names of all variables that are read, those of a run's file apart."""
-    return [*(prefix + name for prefix in PREFIXES for name in VARIABLES), *LAUNCHER_VARIABLES]
+    own = [prefix + name for prefix in PREFIXES for name in VARIABLES]
+    return [*own, *FSDP_VARIABLES, *PARALLELISM_VARIABLES, *LAUNCHER_VARIABLES]
 
 
 def read_variable(name: str) -> tuple[str, str] | None:
@@ -104,6 +148,18 @@ def read_int(name: str) -> int | None:
     """
     found = read_variable(name)
     return None if found is None else _int(*found)
+
+
+def read_fsdp(name: str) -> str | None:
+    """The text of a variable of `FSDP_VARIABLES`, None where it is unset or empty."""
+    assert name in FSDP_VARIABLES, name
+    return os.environ.get(name, "").strip() or None
+
+
+def read_parallelism(name: str) -> str | None:
+    """The text of a variable of `PARALLELISM_VARIABLES`, None where it is unset or empty."""
+    assert name in PARALLELISM_VARIABLES, name
+    return os.environ.get(name, "").strip() or None
 
 
 def launched_as(name: str, default: int) -> int:

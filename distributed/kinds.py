@@ -25,9 +25,11 @@ class DistributedType(enum.StrEnum):
     MEGATRON_LM = "MEGATRON_LM"
 
 
-def kind_of(device_type: str, num_processes: int) -> DistributedType:
-    """How processes on devices of this type work together, where nothing is sharded. Local."""
+def kind_of(device_type: str, num_processes: int, kind: DistributedType | None = None) -> DistributedType:
+    """How processes on devices of this type work together; `kind`, where there are several and it is given. Local."""
     if num_processes == 1:
         return DistributedType.NO
+    if kind is not None:
+        return kind
     word = {"cuda": "GPU"}.get(device_type, device_type.upper())
     return DistributedType(f"MULTI_{word}") if f"MULTI_{word}" in DistributedType.__members__ else DistributedType.XLA

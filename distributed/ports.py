@@ -47,6 +47,15 @@ def check_host(host: str, *, is_here: bool) -> None:
         raise ConfigError(f"main_process_ip={host!r} is not this machine, and it is the only one. Leave it out.")
 
 
+def is_this_machine(host: str) -> bool:
+    """Whether a name or address is this machine's own; False where nobody knows it. Local."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return any(_is_of_this_machine(family, address) for family, _, _, _, address in found)
+
+
 def _is_of_this_machine(family: int, address: tuple[Any, ...]) -> bool:
     try:
         with socket.socket(family) as probe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
@@ -102,7 +103,8 @@ class Registry(Generic[T]):
             made = factory(**options)
         except TypeError as error:
             given = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "none"
-            raise ConfigError(f"{self._option}={word!r} does not take these options ({given}): {error}.") from error
+            text = f"{self._option}={word!r} does not take these options ({given}): {error}. {_near(factory, options)}"
+            raise ConfigError(text.rstrip()) from error
         if not isinstance(made, self._kind):
             kind = self._kind.__name__
             raise ConfigError(f"{self._option}={word!r} gave {made!r}. Expected an instance of a subclass of {kind}.")
@@ -116,3 +118,15 @@ class Registry(Generic[T]):
         if not isinstance(word, str) or "." not in word:
             return accepted
         return f"{accepted} For a class, pass an object; in a file or a flag write {{class_path: {word}}}."
+
+
+def _near(factory: Callable[..., Any], options: Mapping[str, Any]) -> str:
+    """What a factory accepts instead of the first option that it has no parameter for; empty where it has all."""
+    try:
+        accepted = inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # a factory of C shows no signature
+        return ""
+    if any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
+        return ""
+    unknown = [name for name in options if name not in accepted]
+    return suggest(unknown[0], accepted) if unknown else ""

@@ -26,6 +26,8 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`, as a test wants it
     "DDPStrategy",
     "DataError",
     "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
+    "DeepSpeedStrategy",
     "DistributedDataParallelKwargs",
     "DistributedError",
     "DistributedType",
@@ -34,6 +36,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`, as a test wants it
     "EarlyStopping",
     "EndEpoch",
     "FSDPStrategy",
+    "FullyShardedDataParallelPlugin",
     "GarbageCollection",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
@@ -56,8 +59,10 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`, as a test wants it
     "ModelSummary",
     "NaNGuard",
     "NonFiniteError",
+    "ParallelismConfig",
     "PartialState",
     "PeerFailedError",
+    "PipelineStrategy",
     "Plan",
     "Preemption",
     "Presharded",
@@ -139,11 +144,15 @@ _NAMES_OF_MODULE = {
     "distributed.launchers": ("debug_launcher", "notebook_launcher"),
     "distributed.logger": ("get_logger",),
     "distributed.memory": ("find_executable_batch_size",),
+    "distributed.parallelism": ("ParallelismConfig",),
     "distributed.process": ("PartialState", "ProcessState"),
     "distributed.random": ("set_seed", "synchronize_rng_states"),
     "strategies.communication": ("DDPCommunicationHookType",),
     "strategies.ddp": ("DDPStrategy",),
+    "strategies.deepspeed": ("DeepSpeedStrategy",),
+    "strategies.deepspeed_plugin": ("DeepSpeedPlugin",),
     "strategies.fsdp": ("FSDPStrategy",),
+    "strategies.fsdp_plugin": ("FullyShardedDataParallelPlugin",),
     "strategies.gradient_state": ("GradientAccumulationPlugin", "GradientState"),
     "strategies.handlers": (
         "AutocastKwargs",
@@ -153,6 +162,7 @@ _NAMES_OF_MODULE = {
     ),
     "strategies.local_sgd": ("LocalSGD",),
     "strategies.outcome": ("StepOutcome",),
+    "strategies.pipeline": ("PipelineStrategy",),
     "strategies.registry": ("register_strategy",),
     "strategies.single": ("SingleDeviceStrategy",),
     "strategies.strategy": ("Strategy",),
@@ -218,11 +228,15 @@ if TYPE_CHECKING:
     from .distributed.launchers import debug_launcher, notebook_launcher
     from .distributed.logger import get_logger
     from .distributed.memory import find_executable_batch_size
+    from .distributed.parallelism import ParallelismConfig
     from .distributed.process import PartialState, ProcessState
     from .distributed.random import set_seed, synchronize_rng_states
     from .strategies.communication import DDPCommunicationHookType
     from .strategies.ddp import DDPStrategy
+    from .strategies.deepspeed import DeepSpeedStrategy
+    from .strategies.deepspeed_plugin import DeepSpeedPlugin
     from .strategies.fsdp import FSDPStrategy
+    from .strategies.fsdp_plugin import FullyShardedDataParallelPlugin
     from .strategies.gradient_state import GradientAccumulationPlugin, GradientState
     from .strategies.handlers import (
         AutocastKwargs,
@@ -232,6 +246,7 @@ if TYPE_CHECKING:
     )
     from .strategies.local_sgd import LocalSGD
     from .strategies.outcome import StepOutcome
+    from .strategies.pipeline import PipelineStrategy
     from .strategies.registry import register_strategy
     from .strategies.single import SingleDeviceStrategy
     from .strategies.strategy import Strategy

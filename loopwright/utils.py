@@ -44,12 +44,16 @@ from .distributed.operations import (
     reduce,
     wait_for_everyone,
 )
+from .distributed.parallelism import ParallelismConfig, TorchContextParallelConfig, TorchTensorParallelConfig
 from .distributed.process import PartialState
 from .distributed.progress import tqdm
 from .distributed.random import set_seed, synchronize_rng_state, synchronize_rng_states
 from .distributed.units import convert_file_size_to_int
 from .strategies.communication import DDPCommunicationHookType
+from .strategies.deepspeed_dummies import DummyOptim, DummyScheduler
+from .strategies.deepspeed_plugin import DeepSpeedPlugin, HfDeepSpeedConfig
 from .strategies.forward import extract_model_from_parallel, is_compiled_module
+from .strategies.fsdp_plugin import FullyShardedDataParallelPlugin
 from .strategies.gradient_state import GradientAccumulationPlugin
 from .strategies.handlers import (
     AutocastKwargs,
@@ -66,16 +70,24 @@ __all__ = [
     "AutocastKwargs",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "DummyOptim",
+    "DummyScheduler",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
+    "HfDeepSpeedConfig",
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "LoggerType",
+    "ParallelismConfig",
     "PartialState",
     "ProfileKwargs",
     "ProjectConfiguration",
+    "TorchContextParallelConfig",
+    "TorchTensorParallelConfig",
     "broadcast",
     "broadcast_object_list",
     "clear_device_cache",

@@ -16,8 +16,10 @@ from ..distributed import watch
 from ..distributed.errors import ConfigError, check_boolean, check_integer
 from .averaging import average_gradients, broadcast_tensors
 from .buckets import bucket_order, restore_bucket_order
+from .buffers import load_buffers, saved_buffers
 from .communication import DDPCommunicationHookType, power_tree, restore_power
 from .handlers import DistributedDataParallelKwargs
+from .memory import StrategyMemory, Surroundings, WholeMemory
 from .optimizer import move_optimizer_state
 from .outcome import StepOutcome
 from .post_local import PostLocalSGD
@@ -38,6 +40,7 @@ from .suitability import (
     check_batchnorm,
     check_replicable,
     check_trained,
+    check_whole,
     ignores_device_maps,
     is_trainable,
     synchronised_batchnorm,
@@ -110,6 +113,7 @@ class DDPStrategy(Strategy):
         self, model: nn.Module, optimizers: Sequence[Optimizer], method: str | None = "forward"
     ) -> tuple[nn.Module, list[Optimizer]]:
         check_replicable(model)
+        check_whole(model)
         check_trained(model, optimizers, method)
         if not ignores_device_maps():
             model.to(self.device)
@@ -232,10 +236,7 @@ class DDPStrategy(Strategy):
         }
 
     def load_process_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
-        own, saved = dict(self.unwrap(model).named_buffers()), state.get("buffers", {})
-        with torch.no_grad():
-            for name in saved.keys() & own.keys():
-                own[name].copy_(saved[name])
+        load_buffers(self.unwrap(model), state.get("buffers", {}))
         replica = find_replica(model)
         if replica is None or "buckets" not in state:
             return
@@ -257,9 +258,15 @@ class DDPStrategy(Strategy):
         shares_next = replica is not None and replica.require_forward_param_sync
         if self.process.is_main_process or (self.settings.broadcast_buffers and shares_next):
             return {}
-        module = self.unwrap(model)
-        saved = module.state_dict().keys()
-        return {name: buffer for name, buffer in module.named_buffers() if name in saved}
+        return saved_buffers(self.unwrap(model))
+
+    def memory(self, surroundings: Surroundings) -> StrategyMemory | None:
+        """Gradients lie in the buckets from which they are reduced, or beside them. Local."""
+        if surroundings.num_processes == 1:
+            return WholeMemory("ddp")
+        in_buckets = self.settings.gradient_as_bucket_view
+        options = {"gradient_as_bucket_view": True} if in_buckets else {}
+        return WholeMemory("ddp", options, copies=0 if in_buckets else 1, stays=in_buckets)
 
     def teardown(self) -> None:
         """Forget the models, whose backward averages nothing any more. Local."""

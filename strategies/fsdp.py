@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, final
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -15,36 +17,31 @@ from ..checkpoint.names import unwrapped
 from ..data.configuration import DataLoaderConfiguration
 from ..data.loader import PreparedLoader
 from ..distributed import watch
-from ..distributed.errors import ConfigError, DataError, check_boolean, check_integer
+from ..distributed.errors import ConfigError, DataError
 from ..distributed.exchange import exchange
+from ..distributed.kinds import DistributedType
+from ..distributed.meshes import MeshSizes
+from ..distributed.shares import DataShare
 from . import sharded_state
-from .averaging import average_gradients
+from .averaging import average_gradients, broadcast_tensors
+from .buffers import load_buffers, saved_buffers
+from .fsdp_plugin import FullyShardedDataParallelPlugin
+from .layout import Layout
+from .memory import StrategyMemory, Surroundings
+from .memory_sharded import memory_of
 from .optimizer import move_optimizer_state
 from .outcome import StepOutcome
-from .passes import Entry, Passes
-from .recompute import recompute
+from .sharded_building import make_sharded, recompute_units
 from .sharded_gradients import clip_norm, local_gradients
-from .sharded_model import Called, Sharded, free_after_evaluation, syncing
-from .sharded_options import read_format, read_mesh
-from .sharding import (
-    as_full_precision,
-    bring_buffers,
-    bring_values,
-    check_formats,
-    check_shardable,
-    find_ignored,
-    forget_accumulated,
-    held_parameters,
-    make_mesh,
-    owned_parameters,
-    shard,
-)
+from .sharded_model import Called, Sharded, syncing
+from .sharded_norms import whole_norms
+from .sharded_options import ShardedOptions, read_mesh
 from .strategy import Strategy
-from .suitability import check_alike, check_replicable, check_trained, is_trainable
-from .wrapping import AUTO, WrapPolicy, check_policy, find_units
+from .suitability import check_replicable, check_trained, is_trainable
+from .wrapping import AUTO, WrapPolicy, find_units
 
-_OF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_FLAGS = ("reshard_after_forward", "cpu_offload", "activation_checkpointing", "find_unused_parameters")
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @final
@@ -59,19 +56,29 @@ class FSDPStrategy(Strategy):
         reshard_after_forward: free a unit's weights after its forward, and gather them again for its backward. The
             outermost unit keeps its own until then.
         cpu_offload: keep parts, gradients and optimizer states on the host.
-        mesh: `(copies, parts)`: spread over groups of `parts` processes, and average over the `copies` of such groups.
+        mesh: how processes share the work: a mapping with some of `replicate` (copies, over which gradients are
+            averaged), `shard` (parts of the weights; left out: what the others leave), `tensor` (parts of the layers)
+            and `context` (parts of the sequences). `(copies, parts)` stands for the first two.
+        tensor_plan: how layers are cut over `tensor`: patterns of modules' names with words or torch's styles, see
+            `find_plan`. None: the model's own `tp_plan`.
         activation_checkpointing: units keep no activations but their inputs, and compute them again in backward.
+        activation_offload: keep these inputs on the host until backward.
         param_dtype: in which format units compute: `"fp32"`, `"bf16"`, `"fp16"`. None: that of the run's precision.
             Trained weights themselves are in fp32 then.
         reduce_dtype: in which format gradients are reduced. None: fp32.
         output_dtype: of what the model gives. None: as it comes.
         prefetch: units whose weights are gathered ahead in forward, in the order in which the model holds them.
-        ignored_modules: modules that stay whole in each process: themselves, or patterns that match their names.
+        ignored_modules: modules that stay whole in each process: themselves, or regular expressions that match their
+            whole names.
+        whole_states: checkpoints hold whole weights and optimizer states, put together on the host of process 0, in
+            place of the parts that each process writes.
         find_unused_parameters: reduce zeros for parameters that have no part in a loss, where processes use different
             ones.
     Raises:
         ConfigError: an option can't be used.
     """
+
+    kind = DistributedType.FSDP
 
     def __init__(
         self,
@@ -79,37 +86,81 @@ class FSDPStrategy(Strategy):
         wrap: WrapPolicy = AUTO,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
-        mesh: Sequence[int] | None = None,
+        mesh: Sequence[int] | Mapping[str, int] | MeshSizes | None = None,
+        tensor_plan: Mapping[str, Any] | None = None,
         activation_checkpointing: bool = False,
+        activation_offload: bool = False,
         param_dtype: str | None = None,
         reduce_dtype: str | None = None,
         output_dtype: str | None = None,
         prefetch: int = 0,
         ignored_modules: Sequence[str | nn.Module] = (),
+        whole_states: bool = False,
         find_unused_parameters: bool = False,
     ) -> None:
-        check_policy("FSDPStrategy(wrap)", wrap)
-        self.wrap = wrap
-        self.reshard_after_forward = reshard_after_forward
-        self.cpu_offload = cpu_offload
-        self.activation_checkpointing = activation_checkpointing
-        self.find_unused_parameters = find_unused_parameters
-        for name in _FLAGS:
-            check_boolean(f"FSDPStrategy({name})", getattr(self, name))
+        self.options = ShardedOptions(
+            wrap=wrap,
+            reshard_after_forward=reshard_after_forward,
+            cpu_offload=cpu_offload,
+            tensor_plan=tensor_plan,
+            activation_checkpointing=activation_checkpointing,
+            activation_offload=activation_offload,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            output_dtype=output_dtype,
+            prefetch=prefetch,
+            ignored_modules=ignored_modules,
+            whole_states=whole_states,
+            find_unused_parameters=find_unused_parameters,
+        )
         self.mesh = read_mesh(mesh)
-        self.param_dtype = read_format("param_dtype", param_dtype)
-        self.reduce_dtype = read_format("reduce_dtype", reduce_dtype)
-        self.output_dtype = read_format("output_dtype", output_dtype)
-        check_integer("FSDPStrategy(prefetch)", prefetch, 0, "It counts units.")
-        self.prefetch = prefetch
-        if isinstance(ignored_modules, (str, nn.Module)):
-            raise ConfigError(f"FSDPStrategy(ignored_modules={ignored_modules!r:.80}). Expected a list.")
-        self.ignored_modules = tuple(ignored_modules)
         self._models: list[Sharded] = []
         self._checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """Optimizers that were compared with the models, and how many parameters they had."""
+        self._layout: Layout | None = None
         self._evaluated: tuple[Sharded, str] | None = None
         """The model that is evaluated now, and by which method."""
+
+    @classmethod
+    def from_plugin(
+        cls, plugin: FullyShardedDataParallelPlugin, num_processes: int, num_nodes: int, **options: Any
+    ) -> FSDPStrategy:
+        """The strategy with an `Accelerator`'s plugin, and further options, for so many processes on so many machines.
+
+        Raises:
+            ConfigError: an option can't be used.
+        """
+        strategy = cls(**(plugin.options(num_processes, num_nodes) | options))
+        strategy.plugin = plugin
+        return strategy
+
+    @property
+    def data_share(self) -> DataShare:
+        """As of every strategy: processes along the axes of layers and sequences get the same batches."""
+        if self.mesh is None:
+            return super().data_share
+        return self.mesh.share(self.process.process_index, self.process.num_processes)
+
+    @property
+    def mesh_sizes(self) -> MeshSizes:
+        return (self.mesh or MeshSizes()).filled(self.process.num_processes)
+
+    def use_mesh(self, sizes: MeshSizes) -> None:
+        if self.mesh is not None and self.mesh != sizes:
+            raise ConfigError(
+                f"FSDPStrategy(mesh={self.mesh}), and the run is given {sizes}. Give the mesh in one place."
+            )
+        self.mesh = sizes
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        return self._find_layout().mesh if self.process.num_processes > 1 else None
+
+    def context_parallel(
+        self, buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor]
+    ) -> AbstractContextManager[Any] | None:
+        several = self.process.num_processes > 1
+        return self._find_layout().context_parallel(buffers, dims, kept) if several else None
 
     def setup(
         self, model: nn.Module, optimizers: Sequence[Optimizer], method: str | None = "forward"
@@ -119,6 +170,8 @@ class FSDPStrategy(Strategy):
             return self._set_up_again(known, optimizers, method)
         check_replicable(model)
         check_trained(model, optimizers, method)
+        if self.plugin is not None:
+            self.options = replace(self.options, wrap=self.plugin.wrap)  # which may have been set since
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for optimizer in optimizers:
             sharded_state.check_parameters(optimizer, model, names)
@@ -132,7 +185,7 @@ class FSDPStrategy(Strategy):
             )
         _check_automatic(model, optimizers, method)
         with watch.collective(f"setup of {type(model).__name__}"):
-            found = self._shard(model, method)
+            found = make_sharded(model, method, self.options, self._find_layout(), self.process, self.precision)
         for optimizer in optimizers:
             sharded_state.rebuild(optimizer, model, names)
         self._models.append(found)
@@ -175,17 +228,17 @@ class FSDPStrategy(Strategy):
         self._evaluated = found, name
         return Called(found.passes, name, found.entry)
 
-    def finish_evaluation(self) -> None:
-        """Make the forward passes of processes that have more batches, until all are done. Collective."""
-        evaluated, self._evaluated = self._evaluated, None
-        if evaluated is None:
-            return
-        found, name = evaluated
+    def sit_out_evaluation(self) -> bool:
+        """Make the forward pass of processes that have one more batch, if any has. Collective."""
+        if self._evaluated is None or not any(exchange(False, "evaluation")):
+            self._evaluated = None
+            return False
+        found, name = self._evaluated
         assert found.passes is not None
-        while any(exchange(False, "evaluation")):
-            with watch.collective(f"{name} of other processes"):
-                found.passes.make_empty(name)
-                found.entry.reshard()
+        with watch.collective(f"{name} of other processes"):
+            found.passes.make_empty(name)
+            found.entry.reshard()
+        return True
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward as every strategy does, which gathers weights and reduces gradients. Collective."""
@@ -227,11 +280,16 @@ class FSDPStrategy(Strategy):
     def sit_out(self, model: nn.Module) -> None:
         self.take_part(model)
 
+    def synchronize_buffers(self, model: nn.Module) -> None:
+        found = self._find(model)
+        if found is not None:
+            broadcast_tensors(found.model.buffers(), "broadcast of buffers")
+
     def forget_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
         super().forget_gradients(model, optimizer)
         found = self._find(model)
         if found is not None:
-            forget_accumulated(found.entry)
+            sharded_state.restore_accumulated(found.entry, {})  # none
 
     def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
         gradients = local_gradients(parameters)
@@ -250,11 +308,26 @@ class FSDPStrategy(Strategy):
         for gradient in local_gradients(parameters):
             gradient.clamp_(-value, value)
 
+    def _norms_of(self, gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+        return whole_norms(gradients, norm_type, self.device)
+
+    def memory(self, surroundings: Surroundings) -> StrategyMemory | None:
+        return memory_of(self.options, self.mesh, surroundings)
+
     @property
     def can_save_alone(self) -> bool:
         return self.process.num_processes == 1
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """The state of the unwrapped model, of which each process has its part. Local; with `whole_states` as
+        `whole_model_state`.
+        """
+        if self._saves_whole:
+            return self.whole_model_state(model)
+        self._reshard(model)
+        return sharded_state.model_state(self.unwrap(model))
+
+    def whole_model_state(self, model: nn.Module) -> dict[str, Any]:
         """The full state of the unwrapped model on the host of the main process, nothing elsewhere. Collective."""
         self._reshard(model)
         return sharded_state.whole_model_state(self.unwrap(model), self.process.is_main_process)
@@ -265,12 +338,37 @@ class FSDPStrategy(Strategy):
         sharded_state.load_model_state(self.unwrap(model), state, strict)
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """The full state of an optimizer on the host of the main process, elsewhere its groups alone. Collective."""
-        return sharded_state.whole_optimizer_state(optimizer, self.process.is_main_process)
+        """The state of an optimizer, of which each process has its part. Local; with `whole_states` the full state on
+        the host of the main process, elsewhere its groups alone, and collective.
+        """
+        state = super().optimizer_state(model, optimizer)
+        if not self._saves_whole:
+            return state
+        return sharded_state.whole_optimizer_state(state, self.process.is_main_process)
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Put a full state, which every process has, into the parts of each. Local."""
+        """Put a full state, which every process has or can read, into the parts of each. Local."""
         sharded_state.load_optimizer_state(optimizer, state)
+
+    def process_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """Its own buffers beside the main process, and gradients of an open window that were not reduced yet. Local."""
+        found = self._find(model)
+        if found is None:
+            return {}
+        buffers = {} if self.process.is_main_process else saved_buffers(found.model)
+        return {"buffers": buffers, "accumulated": sharded_state.accumulated_gradients(found.entry)}
+
+    def load_process_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
+        found = self._find(model)
+        if found is not None:
+            load_buffers(found.model, state.get("buffers", {}))
+            sharded_state.restore_accumulated(found.entry, state.get("accumulated", {}))
+
+    @property
+    def _saves_whole(self) -> bool:
+        if self.plugin is not None:
+            return bool(self.plugin.saves_whole)  # which may be set at any time
+        return self.options.whole_states
 
     def _find(self, model: nn.Module) -> Sharded | None:
         inner = unwrapped(model)
@@ -283,12 +381,11 @@ class FSDPStrategy(Strategy):
             found.entry.reshard()
 
     def _place(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
+        self.mesh_sizes.filled(1)  # refuses a mesh of several
         model.to(self.device)
         for optimizer in optimizers:
             move_optimizer_state(optimizer)
-        if self.activation_checkpointing:
-            for unit in find_units(model, self.wrap):
-                recompute(unit)
+        recompute_units(find_units(model, self.options.wrap), self.options)
         return model, list(optimizers)
 
     def _set_up_again(
@@ -305,64 +402,11 @@ class FSDPStrategy(Strategy):
             known.entry.method = method
         return known.entry, list(optimizers)
 
-    def _shard(self, model: nn.Module, method: str | None) -> Sharded:
-        check_alike(model)
-        check_shardable(model, self.process.is_main_process)
-        ignored = find_ignored(model, self.ignored_modules)
-        left = {parameter for module in ignored for parameter in module.parameters()}
-        units = find_units(model, self.wrap, ignored)
-        entry = model if method == "forward" else Entry(model, method or "forward")
-        owned = owned_parameters(entry, {*units}, ignored)
-        if self._compute_format is not None:
-            as_full_precision(owned)
-        check_formats(owned)
-        if self.activation_checkpointing:
-            for unit in units:
-                recompute(unit)
-        bring_buffers(model, self.device)
-        bring_values(held_parameters(ignored), self.device)
-        shard([*units, entry], owned, self.device, self._options(left))
-        self._order(entry, units)
-        passes = Passes(entry, owned, self.device) if isinstance(entry, Entry) else None
-        if passes is None:
-            entry.register_forward_hook(free_after_evaluation)
-        whole = [parameter for module in ignored for parameter in module.parameters() if parameter.requires_grad]
-        return Sharded(model, entry, passes, whole)
-
-    @property
-    def _compute_format(self) -> torch.dtype | None:
-        return self.param_dtype or _OF_PRECISION.get(self.precision.name)
-
-    def _options(self, ignored: set[nn.Parameter]) -> dict[str, Any]:
-        """What `fully_shard` is given."""
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-
-        computes = self._compute_format
-        reduces = self.reduce_dtype or (None if computes is None else torch.float32)
-        policy = MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=reduces)
-        # Under autocast the outermost unit's inputs, targets among them, stay as they are.
-        outer = MixedPrecisionPolicy(computes, reduces, self.output_dtype, not self.precision.autocasts)
-        outermost = {"mp_policy": outer, "reshard_after_forward": None if self.reshard_after_forward else False}
-        options: dict[str, Any] = {
-            "mesh": make_mesh(self.device, self.process.num_processes, self.mesh),
-            "reshard_after_forward": self.reshard_after_forward,
-            "mp_policy": policy,
-            "outermost": outermost,
-        }
-        if ignored:
-            options["ignored_params"] = ignored
-        if self.cpu_offload:
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
-        return options
-
-    def _order(self, entry: Any, units: Sequence[nn.Module]) -> None:
-        """Tell units what else to do around their passes."""
-        entry.set_reduce_scatter_unused_params(self.find_unused_parameters)
-        held = [module for module in entry.modules() if module in {*units}]
-        for index, unit in enumerate(held if self.prefetch else ()):
-            following: Any = held[index + 1 : index + 1 + self.prefetch]
-            sharded: Any = unit
-            sharded.set_modules_to_forward_prefetch(following)
+    def _find_layout(self) -> Layout:
+        """The mesh of the processes that there are. Collective where they have none yet."""
+        if self._layout is None or self._layout.group is not dist.group.WORLD:
+            self._layout = Layout(self.mesh, self.device)
+        return self._layout
 
     def _reduce_whole(self, found: Sharded) -> None:
         """Average the gradients of ignored modules, which no unit reduces. Collective where there are some."""

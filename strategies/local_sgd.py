@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from ..distributed.errors import check_boolean, check_integer
+from ..distributed.errors import ConfigError, check_boolean, check_integer
 from .averaging import average
+
+if TYPE_CHECKING:
+    from .strategy import Strategy
 
 
 class _Owner(Protocol):
     """What this asks of an `Accelerator`."""
+
+    strategy: Strategy
 
     @property
     def num_processes(self) -> int: ...
@@ -43,7 +48,7 @@ class LocalSGD:
         local_sgd_steps: calls of `step` from one averaging to the next.
         enabled: False trains as without this.
     Raises:
-        ConfigError: an argument can't be used.
+        ConfigError: an argument can't be used, or each process has a part of the weights alone.
     """
 
     def __init__(self, accelerator: _Owner, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
@@ -53,6 +58,12 @@ class LocalSGD:
         self.model = model
         self.local_sgd_steps = local_sgd_steps
         self.enabled = enabled and accelerator.num_processes > 1
+        if self.enabled and not accelerator.strategy.can_save_alone:
+            name = type(accelerator.strategy).__name__
+            raise ConfigError(
+                f"LocalSGD lets the weights of processes differ for some steps, and with {name} each process has "
+                "a part of the weights alone. Use strategy='ddp'."
+            )
         self.num_steps = 0
         """Calls of `step` so far."""
         self._no_sync: AbstractContextManager[Any] | None = None

@@ -41,6 +41,9 @@ class Precision(ABC):
     name: str = "no"
     """The word for the format of forward passes, `"no"` for the model's own."""
 
+    compute_format: torch.dtype | None = None
+    """The format of forward passes, None: the model's own."""
+
     autocasts: bool = False
     """Whether `autocast()` does anything: the loop enters no context where it does not."""
 
@@ -105,6 +108,7 @@ class MixedPrecision(Precision):
 
     def __init__(self, device: torch.device, name: Literal["bf16", "fp16"] = "bf16") -> None:
         self.name = name
+        self.compute_format = _DTYPES[name]
         self._context = Autocast(device.type, _DTYPES[name])
 
     def autocast(self) -> AbstractContextManager[Any]:

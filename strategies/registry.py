@@ -22,11 +22,21 @@ DDP = "ddp"
 """The word for a copy of the model in each process."""
 FSDP = "fsdp"
 """The word for a part of the model in each process."""
+DEEPSPEED = "deepspeed"
+"""The word for DeepSpeed's ZeRO."""
+PIPELINE = "pipeline"
+"""The word for some of the layers in each process."""
 
 _strategies: Registry[Strategy] = Registry(
     Strategy,
     option="strategy",
-    built_in={DDP: "ddp:DDPStrategy", FSDP: "fsdp:FSDPStrategy", SINGLE: "single:SingleDeviceStrategy"},
+    built_in={
+        DDP: "ddp:DDPStrategy",
+        DEEPSPEED: "deepspeed:DeepSpeedStrategy",
+        FSDP: "fsdp:FSDPStrategy",
+        PIPELINE: "pipeline:PipelineStrategy",
+        SINGLE: "single:SingleDeviceStrategy",
+    },
     package=__package__,
     group=ENTRY_POINT_GROUP,
     reserved=(AUTO,),

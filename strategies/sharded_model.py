@@ -52,7 +52,7 @@ class Called:
         exchange(True, "evaluation")
         try:
             with watch.collective(self._name):
-                return self._passes.call(self._name, *args, **kwargs)
+                return self._passes.evaluate(self._name, *args, **kwargs)
         finally:
             self._evaluated.reshard()
 

@@ -1,17 +1,28 @@
-"""States of sharded models and of their optimizers, whole on the main process, and put back into the parts."""
+"""States of sharded models and of their optimizers: as they are, whole on the main process, and put back into parts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..checkpoint.sharded import fill_part, is_sharded, whole
+from ..checkpoint.sharded import fill_part, is_sharded, local_part, whole
+from ..checkpoint.stored import StoredTensor, read_all
 from ..distributed.errors import ConfigError
 from .optimizer import parameters_of
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """A model's state dict, in the same memory, in which tied parameters stay one. Local."""
+    known: dict[int, Tensor] = {}
+    state: dict[str, Any] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        is_tensor = isinstance(value, Tensor)
+        state[name] = known.setdefault(id(value), value.detach()) if is_tensor else value
+    return state
 
 
 def whole_model_state(model: nn.Module, keeps: bool) -> dict[str, Any]:
@@ -21,13 +32,25 @@ def whole_model_state(model: nn.Module, keeps: bool) -> dict[str, Any]:
     """
     state: dict[str, Any] = {}
     known: dict[int, Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in model_state(model).items():
         if is_sharded(value):
             if id(value) not in known:
-                known[id(value)] = _on_host(value.detach(), keeps)
+                known[id(value)] = _on_host(value, keeps)
             value = known[id(value)]
-        state[name] = value.detach() if isinstance(value, Tensor) else value
+        state[name] = value
     return state if keeps else {}
+
+
+def whole_optimizer_state(state: Mapping[str, Any], keeps: bool) -> dict[str, Any]:
+    """An optimizer's state dict with whole tensors on the host, its groups alone where it is not kept. Collective.
+
+    One tensor at a time is put together on the device.
+    """
+    entries = {
+        number: {name: _on_host(value, keeps) if is_sharded(value) else value for name, value in values.items()}
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": entries if keeps else {}}
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
@@ -40,21 +63,8 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], strict: bool) -
     model.load_state_dict(values, strict=strict)
 
 
-def whole_optimizer_state(optimizer: Optimizer, keeps: bool) -> dict[str, Any]:
-    """An optimizer's state dict with whole tensors on the host, without them where it is not kept. Collective."""
-    state = optimizer.state_dict()
-    entries: dict[Any, Any] = {}
-    for number, values in sorted(state["state"].items()):
-        found = {
-            key: _on_host(value, keeps) if is_sharded(value) else value
-            for key, value in sorted(values.items(), key=lambda each: str(each[0]))
-        }
-        entries[number] = {key: found[key] for key in values}
-    return {"state": entries if keeps else {}, "param_groups": state["param_groups"]}
-
-
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Put a whole state, which every process has, into an optimizer of parts. Local."""
+    """Put a whole state, which every process has or can read, into an optimizer of parts. Local."""
     numbered = dict(enumerate(parameters_of(optimizer)))
     entries = {number: _in_parts(numbered.get(number), values) for number, values in state["state"].items()}
     optimizer.load_state_dict({**state, "state": entries})
@@ -80,6 +90,48 @@ def rebuild(optimizer: Optimizer, model: nn.Module, names: Mapping[int, str]) ->
         optimizer.state[parameter] = _in_parts(parameter, values)
 
 
+def accumulated_gradients(entry: nn.Module) -> dict[str, Tensor]:
+    """The gradients that units keep whole while they are accumulated and not reduced, by their parameters. Local."""
+    found = {}
+    for name, parameter in _unit_parameters(entry):
+        gradient = parameter.unsharded_accumulated_grad
+        if gradient is None and hasattr(parameter, "_unsharded_param"):
+            gradient = parameter._unsharded_param.grad
+        if gradient is not None:
+            found[name] = local_part(gradient)
+    return found
+
+
+def restore_accumulated(entry: nn.Module, gradients: Mapping[str, Tensor]) -> None:
+    """Put back what `accumulated_gradients` gave. Local."""
+    from torch.distributed.tensor import DTensor  # here: only who has sharded tensors needs it
+
+    for name, parameter in _unit_parameters(entry):
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+        given = gradients.get(name)
+        if given is not None:
+            given = given.to(parameter.device)
+            if parameter.is_dtensor:  # its layer is cut as well
+                spec = parameter._unsharded_dtensor_spec
+                given = DTensor.from_local(
+                    given, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+                )
+        parameter.unsharded_accumulated_grad = given
+
+
+def _unit_parameters(entry: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What torch keeps of each parameter of the units, by its name."""
+    paths = {id(module): path for path, module in entry.named_modules()}
+    for module in entry.modules():
+        # torch has no public way to them.
+        if (state := getattr(module, "_get_fsdp_state", None)) is not None:
+            for group in state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    place = parameter._module_info
+                    yield f"{paths[id(place.module)]}.{place.param_name}", parameter
+
+
 def check_parameters(optimizer: Optimizer, model: nn.Module, known: Mapping[int, Any]) -> None:
     """Refuse an optimizer of other parameters than a model's. Local.
 
@@ -102,13 +154,19 @@ def _on_host(value: Tensor, keeps: bool) -> Tensor:
 
 
 def _fits(mine: Any, value: Any) -> bool:
-    return is_sharded(mine) and isinstance(value, Tensor) and not is_sharded(value) and mine.shape == value.shape
+    is_whole = isinstance(value, (Tensor, StoredTensor)) and not is_sharded(value)
+    return is_sharded(mine) and is_whole and mine.shape == value.shape
 
 
 def _in_parts(parameter: Tensor | None, values: Mapping[str, Any]) -> dict[str, Any]:
     """One parameter's state; tensors of its shape become parts as its own is one."""
-    return {key: _as_part(parameter, value) if _fits(parameter, value) else value for key, value in values.items()}
+    parts = {key: _as_part(parameter, value) for key, value in values.items() if _fits(parameter, value)}
+    return read_all({**values, **parts})  # type: ignore[no-any-return]
 
 
-def _as_part(parameter: Any, value: Tensor) -> Tensor:
-    return fill_part(torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False), value)
+def _as_part(parameter: Any, value: Tensor | StoredTensor) -> Tensor:
+    part = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    if isinstance(value, StoredTensor):
+        value.read_into(part)
+        return part
+    return fill_part(part, value)

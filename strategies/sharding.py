@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.sharded import is_sharded
 from ..distributed.errors import ConfigError
 from ..distributed.exchange import exchange
 from .averaging import broadcast_tensors
 from .passes import Owned
 from .wrapping import is_called
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-
-def make_mesh(device: torch.device, num_processes: int, sizes: Sequence[int] | None) -> DeviceMesh:
-    """The mesh of all processes: one axis of parts, or copies times parts. Collective.
-
-    Raises:
-        ConfigError: the sizes don't multiply to the number of processes.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-
-    if sizes is None:
-        return init_device_mesh(device.type, (num_processes,), mesh_dim_names=("shard",))
-    if sizes[0] * sizes[1] != num_processes:
-        raise ConfigError(
-            f"mesh={list(sizes)}: {sizes[0]} copies of {sizes[1]} parts need {sizes[0] * sizes[1]} processes, and "
-            f"there are {num_processes}. Give two sizes that multiply to {num_processes}, or leave mesh out."
-        )
-    return init_device_mesh(device.type, tuple(sizes), mesh_dim_names=("replicate", "shard"))
 
 
 def find_ignored(model: nn.Module, wanted: Iterable[str | nn.Module]) -> list[nn.Module]:
@@ -113,6 +93,8 @@ def bring_values(holders: Iterable[tuple[nn.Module, str]], device: torch.device)
     moved: list[Tensor] = []
     for module, name in holders:
         parameter = getattr(module, name)
+        if is_sharded(parameter):
+            continue  # cut by the user, who has brought its values
         if parameter.is_meta:
             if id(parameter) not in known:
                 empty = torch.empty_like(parameter, device=device)
@@ -138,22 +120,31 @@ def bring_buffers(model: nn.Module, device: torch.device) -> None:
     broadcast_tensors(made.values(), "sharing the buffers")
 
 
-def shard(units: Sequence[nn.Module], owned: Owned, device: torch.device, options: Mapping[str, Any]) -> None:
+def shard(
+    units: Sequence[nn.Module],
+    owned: Owned,
+    device: torch.device,
+    arguments: tuple[Mapping[str, Any], Mapping[str, Any]],
+    cut: Callable[[Sequence[tuple[nn.Module, str]]], None] | None = None,
+) -> None:
     """Make units of modules, one after another, so that never more than one is whole on the device. Collective.
 
     Args:
         units: each after those inside of it; the last is the outermost.
         owned: their parameters.
         device: where the process computes.
-        options: arguments of `fully_shard`; of `"outermost"` those that are other for the last unit.
+        arguments: of `fully_shard`, for the units inside, and for the outermost.
+        cut: called with each unit's parameters before they are spread, where layers are cut as well.
     """
     from torch.distributed.fsdp import fully_shard
 
-    common = {name: value for name, value in options.items() if name != "outermost"}
+    inner, outermost = arguments
     for unit in units:
         assert is_called(unit)
         bring_values(owned.get(unit, ()), device)
-        fully_shard(unit, **(common | options["outermost"] if unit is units[-1] else common))
+        if cut is not None:
+            cut(owned.get(unit, ()))
+        fully_shard(unit, **(outermost if unit is units[-1] else inner))
 
 
 def as_full_precision(owned: Owned) -> None:
@@ -179,15 +170,3 @@ def check_formats(owned: Owned) -> None:
                 f"the trained parameters of the unit {type(unit).__name__} have several number formats: "
                 f"{', '.join(sorted(formats))}. Convert the model to one, or wrap the parts on their own."
             )
-
-
-def forget_accumulated(entry: nn.Module) -> None:
-    """Clear the whole gradients that units keep while they are accumulated and not reduced. Local."""
-    for module in entry.modules():
-        # torch has no public way to them.
-        if (state := getattr(module, "_get_fsdp_state", None)) is not None:
-            for group in state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = None

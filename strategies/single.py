@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..distributed.errors import ConfigError
+from .memory import StrategyMemory, Surroundings, WholeMemory
 from .optimizer import move_optimizer_state
 from .strategy import Strategy
 
@@ -31,3 +32,6 @@ class SingleDeviceStrategy(Strategy):
         for optimizer in optimizers:
             move_optimizer_state(optimizer)
         return model, list(optimizers)
+
+    def memory(self, surroundings: Surroundings) -> StrategyMemory | None:
+        return WholeMemory("single") if surroundings.num_processes == 1 else None

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..checkpoint.finite import find_nonfinite_weight, tensor_norms
 from ..checkpoint.names import unwrapped
+from ..checkpoint.stored import read_all
 from ..data.configuration import DataLoaderConfiguration
 from ..data.loader import PreparedLoader
 from ..data.prepare import prepare_loader
 from ..distributed.errors import ConfigError
+from ..distributed.kinds import DistributedType
+from ..distributed.meshes import MeshSizes
+from ..distributed.shares import DataShare
 from .gradient_state import GradientState
 from .outcome import StepOutcome
+from .pipeline_layers import Pipelined, whole_loss
 from .precision import Precision
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from ..distributed.process import ProcessState
+    from .memory import StrategyMemory, Surroundings
 
 
 class Strategy(ABC):
@@ -34,6 +44,12 @@ class Strategy(ABC):
 
     takes_several: ClassVar[bool] = True
     """Whether it is one for several processes: a Trainer that no launcher started then takes all devices."""
+    kind: ClassVar[DistributedType | None] = None
+    """Accelerate's word for how its processes work together; None: that for their devices."""
+    plugin: Any = None
+    """What an `Accelerator` was given in place of its options, by Accelerate's names; None: nothing."""
+    plugins: Mapping[str, Any] = MappingProxyType({})
+    """Several of them by name, where it may choose."""
 
     process: ProcessState
     """The process and its device."""
@@ -43,7 +59,7 @@ class Strategy(ABC):
     """Where the current micro-batch stands in its window."""
 
     def attach(self, process: ProcessState, precision: Precision, gradient_state: GradientState) -> None:
-        """Receive the surroundings; called once, before anything else.
+        """Receive the surroundings; called once, before anything else. Local.
 
         Raises:
             ConfigError: it belongs to another run already.
@@ -54,10 +70,73 @@ class Strategy(ABC):
             )
         self.process, self.precision, self.gradient_state = process, precision, gradient_state
 
+    def select_plugin(self, plugin: Any) -> None:
+        """Use another of `plugins`, before a model is set up. Local.
+
+        Raises:
+            ConfigError: there is nothing to choose from, or it is too late.
+        """
+        raise ConfigError(f"{type(self).__name__} has no plugins to choose from.")
+
     @property
     def device(self) -> torch.device:
         """Where this process computes."""
         return self.process.device
+
+    @property
+    def data_share(self) -> DataShare:
+        """Which share of the data this process gets."""
+        return DataShare(num_processes=self.process.num_processes, process_index=self.process.process_index)
+
+    @property
+    def mesh_sizes(self) -> MeshSizes:
+        """How many processes there are along each axis of their mesh. Local."""
+        return MeshSizes(replicate=self.process.num_processes, shard=1)
+
+    def use_mesh(self, sizes: MeshSizes) -> None:
+        """Lay the processes out in a mesh; called once attached, before anything is set up. Local.
+
+        Raises:
+            ConfigError: this strategy has copies alone, or was told of another mesh.
+        """
+        if sizes == MeshSizes(replicate=sizes.replicate, shard=1):
+            return
+        raise ConfigError(
+            f"{type(self).__name__} has no mesh of copies, parts and layers, and one was given. Use strategy='fsdp'."
+        )
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh of all processes, None where there is none. Collective when it is asked for first."""
+        return None
+
+    def context_parallel(
+        self, buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor]
+    ) -> AbstractContextManager[Any] | None:
+        """A context of one step in which processes have parts of each sequence; None where they have all of it.
+        Collective.
+
+        Args:
+            buffers: inputs, targets, positions: cut in place, and put back afterwards.
+            dims: of each of them that of the sequence.
+            kept: those that stay cut.
+        """
+        return None
+
+    def building(self) -> AbstractContextManager[Any]:
+        """A context in which a model is built that is set up later. Collective where processes keep parts of it."""
+        return contextlib.nullcontext()
+
+    def whole_shapes(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """A context in which the parameters of the unwrapped model have their whole shapes, and not always values; an
+        optimizer may be made in it. Local.
+        """
+        return contextlib.nullcontext()
+
+    @property
+    def shows_weights(self) -> bool:
+        """Whether parameters have their values (this process's part, where they are sharded) between two passes."""
+        return True
 
     @abstractmethod
     def setup(
@@ -96,8 +175,29 @@ class Strategy(ABC):
         method: Callable[..., Any] = getattr(self.unwrap(model), name)
         return method
 
+    def pipelined_loss(self, model: Pipelined, batch: Any) -> Tensor:
+        """The mean loss of a batch that goes through the layers of a model one after another. Collective where
+        processes have different layers.
+
+        Args:
+            model: as it was given to `setup`.
+            batch: the same on all processes that have layers of one copy.
+        """
+        return whole_loss(model, batch)
+
     def finish_evaluation(self) -> None:
         """End this process's calls of an evaluation, where it needs other processes and they it. Collective."""
+        while self.sit_out_evaluation():
+            pass
+
+    def sit_out_evaluation(self) -> bool:
+        """Take part in the forward pass of a batch that others have in an evaluation, and this process has not.
+        Collective where each pass is.
+
+        Returns:
+            Whether any had one. Where passes need nobody else, never.
+        """
+        return False
 
     def setup_dataloader(
         self,
@@ -118,9 +218,11 @@ class Strategy(ABC):
             places: whether batches are moved to the device.
             ordinal: tells this loader from others of the run, whose workers are to draw other numbers.
         """
+        share = self.data_share
         return prepare_loader(
             loader,
-            process=self.process,
+            process=share,
+            num_peers=share.num_peers,
             configuration=configuration or DataLoaderConfiguration(),
             device=self.device if places else None,
             active=self.gradient_state.loaders,
@@ -130,6 +232,7 @@ class Strategy(ABC):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Divide a micro-batch's loss by the size of its window, scale it where the precision asks, and run backward.
+        Collective where gradients are reduced.
 
         Args:
             loss: a scalar.
@@ -143,7 +246,9 @@ class Strategy(ABC):
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def step(self, optimizer: Optimizer) -> StepOutcome:
-        """Step a torch optimizer if gradients synchronise now, else do nothing. Unscales what is not yet unscaled."""
+        """Step a torch optimizer if gradients synchronise now, else do nothing. Unscales what is not yet unscaled.
+        Local, unless a strategy says otherwise.
+        """
         if not self.gradient_state.sync_gradients:
             return StepOutcome.ACCUMULATED
         return StepOutcome.APPLIED if self.precision.step(optimizer) else StepOutcome.SKIPPED
@@ -153,7 +258,9 @@ class Strategy(ABC):
         return contextlib.nullcontext()
 
     def trigger_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """A context whose next backward reduces gradients, although its forward passes were under `no_sync`."""
+        """A context whose next backward reduces gradients, although its forward passes were under `no_sync`.
+        Local.
+        """
         return contextlib.nullcontext()
 
     def take_part(self, model: nn.Module) -> None:
@@ -177,7 +284,7 @@ class Strategy(ABC):
         return contextlib.nullcontext()
 
     def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
-        """Multiply gradients in place, as the exact weighting of a window needs it."""
+        """Multiply gradients in place, as the exact weighting of a window needs it. Local."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         dense = [g for g in gradients if not g.is_sparse]
         if dense:
@@ -188,34 +295,70 @@ class Strategy(ABC):
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale unscaled gradients so that their global norm is at most `max_norm`. Returns the norm before, a
-        scalar.
+        scalar. Collective where each process has a part of a gradient.
         """
         return torch.nn.utils.clip_grad_norm_(list(parameters), max_norm, norm_type=norm_type)
 
     def clip_grad_value(self, parameters: Iterable[Tensor], value: float) -> None:
-        """Cut unscaled gradients to the range from `-value` to `value`."""
+        """Cut unscaled gradients to the range from `-value` to `value`. Local."""
         torch.nn.utils.clip_grad_value_(list(parameters), value)
+
+    def gradient_norms(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> list[Tensor | None]:
+        """The norm of each parameter's gradient, a scalar; None for one that has none. Collective where each process
+        has a part of a gradient.
+        """
+        chosen = list(parameters)
+        found = {index: p.grad for index, p in enumerate(chosen) if p.grad is not None and p.grad.numel() > 0}
+        norms = dict(zip(found, self._norms_of(list(found.values()), norm_type), strict=True))
+        return [norms.get(index) for index in range(len(chosen))]
+
+    def _norms_of(self, gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+        return tensor_norms(gradients, norm_type)
 
     @property
     def can_save_alone(self) -> bool:
-        """Whether one process has the whole state, so that it can save it when others have failed."""
+        """Whether one process has the whole model and its whole state, so that it can compute by itself, and save it
+        when others have failed.
+        """
         return True
 
+    def nonfinite_weight(self, model: nn.Module) -> str | None:
+        """The name of the first weight, of what this process has of them, that can't be right. Local."""
+        return find_nonfinite_weight(self.unwrap(model))
+
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """The full state of the unwrapped model. Collective."""
+        """The state of the unwrapped model, for a checkpoint: of sharded tensors (DTensors) each process has its part,
+        the others, and all where none is sharded, are whole on the main process at least. Collective.
+        """
         return self.unwrap(model).state_dict()
 
+    def whole_model_state(self, model: nn.Module) -> dict[str, Any]:
+        """The full state of the unwrapped model, on the main process at least. Collective."""
+        return self.model_state(model)
+
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take back what `model_state` gave."""
+        """Take back what `whole_model_state` gave on the main process, where every process has it. Collective."""
         self.unwrap(model).load_state_dict(state, strict=strict)
 
+    def writing_weights(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """A context in which every process writes the same weights into the unwrapped model. Collective where each
+        process trains a part of them.
+        """
+        return contextlib.nullcontext()
+
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """The full state of an optimizer. Collective."""
+        """The state of an optimizer, for a checkpoint: tensors as in `model_state`. Collective."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Take back what `optimizer_state` gave."""
-        optimizer.load_state_dict(dict(state))
+        """Take back what `optimizer_state` gave, whole and on every process. Collective.
+
+        Args:
+            model: whose parameters it has.
+            optimizer: as it was set up.
+            state: it may be changed. Tensors may be on disk, as `StoredTensor`s: of these is read what is needed.
+        """
+        optimizer.load_state_dict(read_all(dict(state)))
 
     def process_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """What a checkpoint keeps of this process alone: what makes its next step differ from that of others. Local."""
@@ -224,8 +367,12 @@ class Strategy(ABC):
     def load_process_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
         """Take back what `process_state` gave, after the model's and the optimizers' states. Collective."""
 
+    def memory(self, surroundings: Surroundings) -> StrategyMemory | None:
+        """What it would hold in memory there, for a plan of a run; None: it can't tell. Local."""
+        return None
+
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The model without what data parallelism and the compiler put around it. Nothing is changed."""
+        """The model without what data parallelism and the compiler put around it. Nothing is changed. Local."""
         return unwrapped(model)
 
     def teardown(self) -> None:

@@ -36,7 +36,7 @@ def check_replicable(model: nn.Module) -> None:
     """Refuse a model that can't be copied to each process and trained there. Local.
 
     Raises:
-        ConfigError: it is quantised, spread over devices, sharded, or not yet initialised.
+        ConfigError: it is quantised, spread over devices, or not yet initialised.
     """
     name = type(model).__name__
     maps = [found for part in model.modules() if len(found := _device_map(part)) > 1]
@@ -59,11 +59,19 @@ def check_replicable(model: nn.Module) -> None:
                 f"parameter {path} of {name} has no shape yet, as its layer is lazy. Call the model once before it is"
                 " set up (in configure_model), or give the layer its sizes."
             )
+
+
+def check_whole(model: nn.Module) -> None:
+    """Refuse a model whose parameters are spread or cut over processes already. Local.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
     sharded = _sharded_name(model)
     if sharded is not None:
         raise ConfigError(
-            f"parameter {sharded} of {name} is a DTensor, which strategy='ddp' can't average. Give it a model of plain "
-            "tensors."
+            f"parameter {sharded} of {type(model).__name__} is a DTensor, which strategy='ddp' can't average. Give "
+            "it a model of plain tensors."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
@@ -33,7 +34,8 @@ def check_policy(option: str, policy: object) -> None:
 def find_units(model: nn.Module, policy: WrapPolicy, ignored: Collection[nn.Module] = ()) -> list[nn.Module]:
     """The modules that become units, each after those inside of it; the model itself is none of them. Local.
 
-    A module that shares a parameter with one outside of it is left to what holds both, so that they stay one.
+    A module that shares a parameter, or a module that is no unit, with one outside of it is left to what holds both,
+    so that they stay one.
 
     Args:
         model: whose modules.
@@ -46,12 +48,27 @@ def find_units(model: nn.Module, policy: WrapPolicy, ignored: Collection[nn.Modu
     """
     chosen = _chosen(model, policy)
     left = {inner for module in ignored for inner in module.modules()}
-    holders = _holders(model)
-    return [
-        module
-        for module in reversed(list(model.modules()))
-        if module in chosen and module is not model and module not in left and _is_closed(module, holders)
-    ]
+    places = _places(model)
+    found: list[nn.Module] = []
+    for module in _inside_out(model):
+        if module in chosen and module is not model and module not in left and _is_closed(module, places):
+            found.append(module)
+            for parameter in module.parameters():
+                places[id(parameter)] = []  # a unit of its own in what holds it
+    return found
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers of which a model is built: of the classes that it names in `_no_split_modules`, or else those of its
+    longest list of modules of one class. Local.
+    """
+    named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    found = [module for module in model.modules() if class_of(module).__name__ in named]
+    if found:
+        return found
+    lists = [list(module) for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    layers = [each for each in lists if len(each) > 1 and len({type(layer) for layer in each}) == 1]
+    return [layer for layer in max(layers, key=len, default=[]) if is_called(layer)]
 
 
 def is_called(module: nn.Module) -> bool:
@@ -59,11 +76,18 @@ def is_called(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """A module's class as it was written: `fully_shard` puts another in its place. Local."""
+    sharding = sys.modules.get("torch.distributed.fsdp")  # nobody has sharded one where it was never imported
+    own = type(module)
+    return own.__mro__[2] if sharding is not None and issubclass(own, sharding.FSDPModule) else own
+
+
 def _chosen(model: nn.Module, policy: WrapPolicy) -> set[nn.Module]:
     if policy == NONE:
         return set()
     if policy == AUTO:
-        return _automatic(model)
+        return {*repeated_blocks(model)}
     if isinstance(policy, int):
         return _of_size(model, policy)
     if isinstance(policy, (str, type)):
@@ -71,16 +95,6 @@ def _chosen(model: nn.Module, policy: WrapPolicy) -> set[nn.Module]:
     if isinstance(policy, Sequence):
         return _of_classes(model, policy)
     return {module for module in model.modules() if policy(module) and is_called(module)}
-
-
-def _automatic(model: nn.Module) -> set[nn.Module]:
-    named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    found = {module for module in model.modules() if type(module).__name__ in named}
-    if found:
-        return found
-    lists = [list(module) for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
-    layers = [each for each in lists if len(each) > 1 and len({type(layer) for layer in each}) == 1]
-    return {layer for layer in max(layers, key=len, default=[]) if is_called(layer)}
 
 
 def _of_classes(model: nn.Module, wanted: Sequence[str | type[nn.Module]]) -> set[nn.Module]:
@@ -108,7 +122,7 @@ def _of_size(model: nn.Module, least: int) -> set[nn.Module]:
     """The innermost modules that hold, without units inside of them, so many parameters."""
     found: set[nn.Module] = set()
     rest: dict[nn.Module, int] = {}
-    for module in reversed(list(model.modules())):  # children before what holds them
+    for module in _inside_out(model):
         size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         size += sum(rest[child] for child in module.children())
         if size >= least and is_called(module):
@@ -118,17 +132,40 @@ def _of_size(model: nn.Module, least: int) -> set[nn.Module]:
     return found
 
 
-def _holders(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """The modules that hold each parameter, by its `id`."""
-    holders: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders.setdefault(id(parameter), []).append(module)
-    return holders
+def _inside_out(model: nn.Module) -> list[nn.Module]:
+    """All modules, each after those that it holds, the last ones first. Not the reversed order of `modules()`: one that
+    several hold has to come before all of them.
+    """
+    found: dict[nn.Module, None] = {}
+
+    def walk(module: nn.Module) -> None:
+        for child in reversed(list(module.children())):
+            if child not in found:
+                walk(child)
+        found[module] = None
+
+    walk(model)
+    return list(found)
 
 
-def _is_closed(module: nn.Module, holders: dict[int, list[nn.Module]]) -> bool:
-    """Whether a module has parameters, and shares none with a module outside of it."""
-    inside = set(module.modules())
+def _places(model: nn.Module) -> dict[int, list[set[nn.Module]]]:
+    """Of each parameter, by its `id`, the places where it is: the modules that hold one another down to it."""
+    places: dict[int, list[set[nn.Module]]] = {}
+
+    def walk(module: nn.Module, around: set[nn.Module]) -> None:
+        around = around | {module}
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append(around)
+        for child in module._modules.values():
+            if child is not None:
+                walk(child, around)
+
+    walk(model, set())
+    return places
+
+
+def _is_closed(module: nn.Module, places: dict[int, list[set[nn.Module]]]) -> bool:
+    """Whether a module has parameters, and all places of these are inside of it."""
     own = list(module.parameters())
-    return bool(own) and all(holder in inside for parameter in own for holder in holders[id(parameter)])
+    return bool(own) and all(module in place for parameter in own for place in places[id(parameter)])

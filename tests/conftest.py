@@ -94,7 +94,8 @@ def _files_at_root() -> set[str]:
 @pytest.fixture(autouse=True)
 def guard_signals() -> Iterator[None]:
     """Fail a test after which a signal has another handler; put it back."""
-    watched = signal.valid_signals() - {signal.SIGALRM}  # pytest-timeout's own
+    # The first is pytest-timeout's own; by the other torch watches its workers, from the first loader that has some on.
+    watched = signal.valid_signals() - {signal.SIGALRM, signal.SIGCHLD}
     before = {number: signal.getsignal(number) for number in watched}
     yield
     changed = [number for number, handler in before.items() if signal.getsignal(number) != handler]

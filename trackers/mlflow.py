@@ -13,7 +13,7 @@ from ..distributed.errors import ConfigError
 from ..distributed.imports import require
 from ..distributed.paths import prove_writable
 from .config import flatten_config
-from .mlflow_run import NAMES, MLflowRun
+from .mlflow_run import NAMES, LastStep, MLflowRun
 from .names import NameRule
 from .tracker import RunInfo, Status, Tracker, opened
 
@@ -37,9 +37,10 @@ class MLflowTracker(Tracker):
     default one, MLflow keeps an infinity as the largest float.
 
     A resumed run goes on by its id in `RunInfo.run_ids`. MLflow never changes a parameter, so it adds those that are
-    new; and it never removes a metric, so where an earlier leg wrote records behind the step that is resumed from, the
-    run goes on in a copy with the metrics up to there, the tags, and the parameters, the new ones first. The copy is
-    tagged `loopwright.continues` with the earlier run's id, that one `loopwright.continued_by`. Artifacts stay there.
+    new; and it never removes a metric, so where an earlier leg wrote values after the checkpoint that is resumed from,
+    the run goes on in a copy with the metrics up to there, the tags, and the parameters, the new ones first. The copy
+    is tagged `loopwright.continues` with the earlier run's id, that one `loopwright.continued_by`. Artifacts stay with
+    the earlier one.
 
     Args:
         tracking_uri: the server or database. The default is the one that MLflow itself was told (`MLFLOW_TRACKING_URI`
@@ -65,6 +66,7 @@ class MLflowTracker(Tracker):
         self.tags = dict(tags or {})
         self.name = name
         self._run: MLflowRun | None = None
+        self._saved: LastStep | None = None
 
     def start(self, run: RunInfo, config: Mapping[str, Any]) -> None:
         """Create the run in its experiment, or take up the one of this id, and store the configuration.
@@ -76,14 +78,15 @@ class MLflowTracker(Tracker):
         mlflow = require("mlflow", extra="mlflow", purpose="MLflowTracker")
         uri, artifacts = self._store(mlflow, run.directory.parent)
         client = mlflow.MlflowClient(tracking_uri=uri)
-        run_id = run.run_ids.get(self.name)
+        run_id, saved, self._saved = run.run_ids.get(self.name), self._saved, None
         if run_id is None:
             experiment_id = _experiment_id(mlflow, client, self.experiment or run.project, artifacts)
             tags = {NAMES.apply(key): value for key, value in self.tags.items()}
             run_id = str(client.create_run(experiment_id, run_name=run.name, tags=tags).info.run_id)
             self._run = MLflowRun(mlflow.entities, client, run_id)
         else:
-            self._run = self._continue(MLflowRun(mlflow.entities, client, run_id), run.resumed_step)
+            self._run = self._continue(MLflowRun(mlflow.entities, client, run_id), run, saved)
+            self._run.last = saved or LastStep()
         try:
             self._run.log_parameters(flatten_config(config))
         except BaseException:
@@ -91,15 +94,16 @@ class MLflowTracker(Tracker):
             raise
         run.run_ids[self.name] = self._run.run_id
 
-    def _continue(self, earlier: MLflowRun, last_step: int | None) -> MLflowRun:
-        """The run to go on with: the earlier leg's, or its copy if that leg wrote records of larger steps."""
-        if last_step is not None and (num_later := earlier.count_later(last_step)):
-            copy = earlier.copy(last_step)
+    def _continue(self, earlier: MLflowRun, run: RunInfo, saved: LastStep | None) -> MLflowRun:
+        """The run to go on with: the earlier leg's, or its copy if that leg wrote values after the checkpoint."""
+        values, num_later = ([], 0) if run.resumed_step is None else earlier.split(run, saved)
+        if num_later:
+            copy = earlier.copy(values)
             logger.info(
                 "tracker %r goes on behind step %d in the run %s: the earlier one, %s, has %d later rows, which MLflow "
                 "can't remove.",
                 self.name,
-                last_step,
+                run.resumed_step,
                 copy.run_id,
                 earlier.run_id,
                 num_later,
@@ -226,6 +230,14 @@ class MLflowTracker(Tracker):
         """Wait for what was logged with `synchronous=False`; everything else is there."""
         if self._run is not None:
             self._run.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was written at the largest step."""
+        return {} if self._run is None else {"step": self._run.last.step, "values": dict(self._run.last.values)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take that back."""
+        self._saved = LastStep(state["step"], dict(state["values"])) if state else None
 
     @property
     def tracker(self) -> Any:

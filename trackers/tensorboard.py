@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..distributed.errors import check_number
 from .config import flatten_config
-from .event_files import SUFFIX, event_files, put_before_new_ones, remove_later_events
+from .event_files import SUFFIX, EventCount, event_files, put_before_new_ones, remove_later_events
 from .files import flush_to_disk, say_removed, strict_json
 from .tracker import RunInfo, Status, Tracker, opened
 
@@ -27,9 +27,10 @@ class TensorBoardTracker(Tracker):
     status is unknown there. TensorBoard keeps scalars in 32-bit floats: for exact large counts add the JSON lines or
     CSV tracker.
 
-    A resumed run has an event file for each leg. Those of earlier legs are written anew without what is behind the step
-    that it resumes from, and a TensorBoard that is running is told of it. The text `config` has one version for each
-    leg, the HPARAMS view the newest.
+    A resumed run has an event file for each leg. Those of earlier legs are written anew without what came after the
+    checkpoint that it resumes from, and a TensorBoard that is running is told of it; what such a one has read of the
+    checkpoint's very step it shows until it is started again. The text `config` has one version for each leg, the
+    HPARAMS view the newest.
 
     Args:
         directory: where the event files go. The default is the run's folder, so that `tensorboard --logdir` on the
@@ -49,14 +50,17 @@ class TensorBoardTracker(Tracker):
         self.flush_seconds = flush_seconds
         self.name = name
         self._writer: SummaryWriter | None = None
+        self._count: EventCount | None = None
+        self._num_saved: int | None = None
 
     def start(self, run: RunInfo, config: Mapping[str, Any]) -> None:
         """Open a new event file in the folder and write the configuration into it."""
         from torch.utils.tensorboard import SummaryWriter
 
         directory, step = self.directory or run.directory, run.resumed_step
+        num_saved, self._num_saved = self._num_saved, None
         if step is not None:
-            say_removed(self.name, remove_later_events(directory, step), step, directory)
+            say_removed(self.name, remove_later_events(directory, step, num_saved), step, directory)
             put_before_new_ones(directory)
         writer = SummaryWriter(
             str(directory),
@@ -72,7 +76,7 @@ class TensorBoardTracker(Tracker):
         except BaseException:
             writer.close()
             raise
-        self._writer = writer
+        self._writer, self._count = writer, EventCount(directory)
 
     def log(
         self,
@@ -132,8 +136,17 @@ class TensorBoardTracker(Tracker):
                 with path.open("rb+") as file:
                     flush_to_disk(file)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The number of values that are in the files, as far as they are flushed."""
+        return {} if self._count is None else {"values": self._count.read()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take that number back."""
+        self._num_saved = state.get("values")
+
     def finish(self, status: Status) -> None:
         """Write the outcome and close the event file."""
+        self._count = None
         writer, self._writer = self._writer, None
         if writer is not None:
             _write_session(writer, "session_end_info", _session_end(status))

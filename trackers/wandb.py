@@ -41,8 +41,9 @@ class WandbTracker(Tracker):
     written to and left open. Otherwise one is opened and finished with the outcome, and is `wandb.run` meanwhile.
 
     A resumed run goes on by its id in `RunInfo.run_ids`, with its configuration brought up to date. What an earlier leg
-    wrote behind the step that is resumed from is removed: from the files of offline runs that were not synced, and on
-    the server by rewinding the run there, where it offers that; where it doesn't, a warning says that these rows stay.
+    wrote after the checkpoint that is resumed from is removed: from the files of offline runs that were not synced, and
+    on the server by rewinding the run there, where it offers that; where it doesn't, a warning says that these rows
+    stay.
 
     Args:
         mode: "online", "offline" or "disabled"; None leaves it to wandb's own settings, as all of these do.
@@ -93,7 +94,8 @@ class WandbTracker(Tracker):
         wandb = require("wandb", extra="wandb", purpose="WandbTracker")
         self._is_ours = wandb.run is None or "reinit" in self.options
         self._writes_soon = False
-        self.run = self._open(wandb, run, config) if self._is_ours else wandb.run
+        saved_row, self._saved_row = self._saved_row, None
+        self.run = self._open(wandb, run, config, saved_row) if self._is_ours else wandb.run
         if run.resumed_step is not None and not self._is_ours and self.run.resumed:
             logger.warning(_ROWS_STAY, self.name, "it is not ours to rewind", run.resumed_step)
         run.run_ids[self.name] = self.run.id
@@ -107,7 +109,7 @@ class WandbTracker(Tracker):
             self.finish("failed")
             raise
 
-    def _open(self, wandb: Any, run: RunInfo, config: Mapping[str, Any]) -> Any:
+    def _open(self, wandb: Any, run: RunInfo, config: Mapping[str, Any], saved_row: int | None) -> Any:
         directory = Path(self.options.get("dir", run.directory))
         # wandb writes to a temporary folder, with a warning alone, where this one is missing.
         directory.mkdir(parents=True, exist_ok=True)
@@ -122,22 +124,21 @@ class WandbTracker(Tracker):
         if self._writes_soon:
             own["settings"] = {_FLUSH_SETTING: _FLUSH_SECONDS}
         run_id, self._next_row = run.run_ids.get(self.name), None
-        saved_row, self._saved_row = self._saved_row, None
         if run_id is None or not self.options.keys().isdisjoint(_CONTINUING):
             return wandb.init(**(own | self.options))
         files = offline_files(directory, run_id)
         if run.resumed_step is not None:
-            self._remove_offline(files, run.resumed_step)
+            self._remove_offline(files, run.resumed_step, saved_row)
         started = wandb.init(**(own | {"id": run_id, "resume": "allow", "allow_val_change": True} | self.options))
         if started.offline:
-            self._next_row = max(map(next_row, files), default=None)
+            self._next_row = max(map(next_row, files), default=saved_row)
         elif run.resumed_step is not None and started.starting_step > (saved_row or 0):
             return self._rewind(wandb, started, own, saved_row, run.resumed_step)
         return started
 
-    def _remove_offline(self, files: Sequence[Path], last_step: int) -> None:
+    def _remove_offline(self, files: Sequence[Path], last_step: int, num_known: int | None) -> None:
         for path in files:
-            num_later = remove_later_rows(path, last_step, STEP)
+            num_later = remove_later_rows(path, last_step, STEP, num_known)
             say_removed(self.name, num_later, last_step, path)
             if num_later and path.with_suffix(".wandb.synced").exists():
                 logger.warning(_ROWS_STAY, self.name, f"{path} was synced before", last_step)
@@ -201,9 +202,11 @@ class WandbTracker(Tracker):
             flush_to_disk(file)
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of the next row, where a server will have to rewind to."""
+        """The number of the next row: the first that a later leg will have to take back."""
         run = self.run
-        return {} if run is None or run.disabled or run.offline else {"row": int(run.step)}
+        if run is None or run.disabled:
+            return {}
+        return {"row": int(run.step if self._next_row is None else self._next_row)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take that number back."""

@@ -28,17 +28,25 @@ def offline_files(directory: Path, run_id: str) -> list[Path]:
     return sorted(directory.glob(f"*wandb/offline-run-*/run-{run_id}.wandb"))
 
 
-def remove_later_rows(path: Path, last_step: int, step_name: str) -> int:
-    """Remove the rows of a file whose metric `step_name` is larger; returns their number.
+def remove_later_rows(path: Path, last_step: int, step_name: str, num_known: int | None = None) -> int:
+    """Remove the rows of a file that were written behind a checkpoint; returns their number.
 
     A last record that a kill has cut short goes as well.
+
+    Args:
+        path: the file.
+        last_step: rows whose metric `step_name` is larger go.
+        step_name: the name of that metric.
+        num_known: rows that wandb has numbered this or higher go as well, whatever their step; it counts from 0.
     """
     record_type, num_later = _record_type(), 0
     with whole_file(path) as temporary, path.open("rb") as old, temporary.open("wb") as new:
         new.write(old.read(_FILE_HEADER_SIZE))
         for record in read_records(path):
-            step = _value(record_type.FromString(record), step_name)
-            if step is not None and step > last_step:
+            parsed = record_type.FromString(record)
+            step, row = _value(parsed, step_name), _value(parsed, "_step")
+            is_later = step is not None and step > last_step
+            if is_later or (num_known is not None and row is not None and row >= num_known):
                 num_later += 1
             else:
                 _write_record(new, record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -14,8 +14,12 @@ from torch.optim import Optimizer
 from ..data.configuration import DataLoaderConfiguration
 from ..data.loader import PreparedLoader
 from ..distributed.errors import ConfigError, check_boolean
+from ..distributed.kinds import DistributedType
 from ..distributed.memory import release_memory
+from ..distributed.parallelism import ParallelismConfig
 from ..distributed.process import ProcessState
+from ..strategies.deepspeed_plugin import DeepSpeedPlugin
+from ..strategies.fsdp_plugin import FullyShardedDataParallelPlugin
 from ..strategies.gradient_state import GradientAccumulationPlugin, GradientState
 from ..strategies.handlers import AutocastKwargs, Handlers, KwargsHandler
 from ..strategies.optimizer import GatedOptimizer
@@ -36,6 +40,8 @@ from .arguments import (
 )
 from .checkpoint_methods import CheckpointMethods
 from .data_methods import DataMethods
+from .deepspeed_arguments import accumulation_of, find_deepspeed, precision_of
+from .mesh_methods import MeshMethods, lay_out, read_parallelism_config, strategy_of
 from .preparation import Preparation
 from .process_readings import ProcessReadings
 from .profiling import ProfileKwargs, profiled
@@ -43,7 +49,7 @@ from .project import ProjectConfiguration
 from .tracking_methods import LogWith, TrackingMethods
 
 
-class Accelerator(ProcessReadings, DataMethods, CheckpointMethods):
+class Accelerator(ProcessReadings, DataMethods, MeshMethods, CheckpointMethods):
     """Prepares models, optimizers, loaders and schedulers, and carries out their steps.
 
     Names and meanings are those of Hugging Face Accelerate; `docs/from-accelerate.md` lists the differences. Where an
@@ -65,7 +71,12 @@ class Accelerator(ProcessReadings, DataMethods, CheckpointMethods):
         gradient_accumulation_plugin: accumulation with its further settings, instead of the number alone.
         step_scheduler_with_optimizer: schedulers wait for their optimizers; False: they step whenever asked to.
         kwargs_handlers: settings for torch's own objects, at most one handler of each class.
-        strategy: how a step is carried out.
+        parallelism_config: how processes share the work: copies, parts of weights, of layers, of sequences.
+        fsdp_plugin: options of FSDP, which is the strategy then.
+        deepspeed_plugin: options of DeepSpeed, which is the strategy then; or several by name, of which the first is
+            used until `accelerator.state.select_deepspeed_plugin(name)` chooses another.
+        deepspeed_plugins: several by name.
+        strategy: how a step is carried out; `"auto"` is FSDP where the launcher was told so.
         scale_scheduler_by_processes: a schedule advances by the number of processes at each optimizer step, as
             Accelerate has it for schedules that were planned for the unsharded loader; False: by one.
         process: this process, where it is known already; by default what the launcher says of it.
@@ -90,6 +101,10 @@ class Accelerator(ProcessReadings, DataMethods, CheckpointMethods):
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Iterable[KwargsHandler] | None = None,
+        parallelism_config: ParallelismConfig | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None,
         strategy: str | dict[str, Any] | Strategy = "auto",
         scale_scheduler_by_processes: bool = True,
         process: ProcessState | None = None,
@@ -101,6 +116,10 @@ class Accelerator(ProcessReadings, DataMethods, CheckpointMethods):
         check_boolean("scale_scheduler_by_processes", scale_scheduler_by_processes)
         check_boolean("cpu", bool(cpu) if cpu is None else cpu)
         plugin = read_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
+        deepspeed = find_deepspeed(strategy, deepspeed_plugin, deepspeed_plugins)
+        if deepspeed is not None:
+            plugin = accumulation_of(deepspeed, plugin, gradient_accumulation_steps)
+            mixed_precision, strategy = precision_of(deepspeed, mixed_precision), deepspeed
         self.handlers = Handlers(kwargs_handlers)
         self.process = read_process(cpu, self.handlers) if process is None else process
         """The process and its device."""
@@ -111,10 +130,12 @@ class Accelerator(ProcessReadings, DataMethods, CheckpointMethods):
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.gradient_state = GradientState(plugin)
         self.precision = read_precision(mixed_precision, self.device, self.handlers)
-        self.state = AcceleratorState(self.precision, process=self.process)
-        """The process and the precision in one object, as Accelerate has it."""
-        self.strategy = read_strategy(strategy, self.num_processes, self.handlers)
+        config = read_parallelism_config(parallelism_config, self.process)
+        self.strategy = read_strategy(strategy_of(strategy, config), self.process, self.handlers, fsdp_plugin)
+        self.state = AcceleratorState(self.precision, process=self.process, strategy=self.strategy)
+        """The process, the precision and the plugins in one object, as Accelerate has it."""
         self.strategy.attach(self.process, self.precision, self.gradient_state)
+        self.parallelism_config = lay_out(self.strategy, config)
         self._contexts = self.precision.contexts(self.handlers.get(AutocastKwargs))
         self.preparation = Preparation(
             self.strategy,
@@ -261,6 +282,21 @@ class Accelerator(ProcessReadings, DataMethods, CheckpointMethods):
         unscale_for(self.strategy, chosen, self.preparation.optimizers)
         if any(parameter.grad is not None for parameter in chosen):
             self.strategy.clip_grad_value(chosen, clip_value)
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes work together."""
+        return self.state.distributed_type
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The options of DeepSpeed that are used; None where it was given none."""
+        return self.state.deepspeed_plugin
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether weights are spread over the processes by torch's `fully_shard`."""
+        return self.state.is_fsdp2
 
     @property
     def sync_gradients(self) -> bool:

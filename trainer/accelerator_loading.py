@@ -115,7 +115,7 @@ def _read(checkpoint: Checkpoint, process: ProcessState) -> SavedState:
     inexact = [f"{before} processes saved it, and {count} go on"] if before != count else []
     return SavedState(
         common=common,
-        optimizers=checkpoint.tree(trees.OPTIMIZERS),
+        optimizers=checkpoint.stored_tree(trees.OPTIMIZERS),
         own=None if before != count else first if index == saved[0] else checkpoint.tree(process_tree_name(index)),
         first=first,
         world_size=before,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from ..distributed.environment import read_variable
 from ..distributed.errors import ConfigError, suggest
+from ..distributed.kinds import DistributedType, kind_of
 from ..distributed.process import ProcessState
+from ..strategies.deepspeed_plugin import DeepSpeedPlugin
+from ..strategies.fsdp_plugin import FullyShardedDataParallelPlugin
 from ..strategies.handlers import Handlers
 from ..strategies.precision import PRECISIONS, Precision
+from ..strategies.strategy import Strategy
 from .arguments import read_process
 from .process_readings import ProcessReadings
 
@@ -22,6 +26,7 @@ class AcceleratorState(ProcessReadings):
         mixed_precision: `"no"`, `"bf16"` or `"fp16"`, or an object; by default what the launcher was told.
         cpu: stay on the CPU although there is an accelerator device; by default the environment decides.
         process: this process, where it is known already.
+        strategy: that of the Accelerator.
     Raises:
         ConfigError: the precision is unknown.
     """
@@ -32,10 +37,12 @@ class AcceleratorState(ProcessReadings):
         cpu: bool | None = None,
         *,
         process: ProcessState | None = None,
+        strategy: Strategy | None = None,
     ) -> None:
         self._mixed_precision = _word(mixed_precision)
         self.process = read_process(cpu, Handlers(None)) if process is None else process
         """The process and its device."""
+        self._strategy = strategy
 
     @property
     def backend(self) -> str | None:
@@ -62,9 +69,48 @@ class AcceleratorState(ProcessReadings):
         return self._mixed_precision
 
     @property
-    def deepspeed_plugin(self) -> None:
-        """None, as in Accelerate without DeepSpeed."""
-        return None
+    def distributed_type(self) -> DistributedType:
+        """How the processes work together."""
+        kind = None if self._strategy is None else self._strategy.kind
+        return kind_of(self.device.type, self.num_processes, kind)
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether weights are spread over the processes by torch's `fully_shard`."""
+        return self.distributed_type == DistributedType.FSDP
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """Accelerate's options of FSDP that the Accelerator was given; None where it was not."""
+        plugin = None if self._strategy is None else self._strategy.plugin
+        return plugin if isinstance(plugin, FullyShardedDataParallelPlugin) else None
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """Accelerate's options of DeepSpeed that the Accelerator was given, and uses; None where it was not."""
+        plugin = None if self._strategy is None else self._strategy.plugin
+        return plugin if isinstance(plugin, DeepSpeedPlugin) else None
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """One of `Accelerator(deepspeed_plugins=...)`.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        plugins = {} if self._strategy is None else self._strategy.plugins
+        if not isinstance(plugin := plugins.get(name), DeepSpeedPlugin):
+            raise ConfigError(f"there is no DeepSpeed plugin {name!r}. {suggest(name, plugins)}")
+        return plugin
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Let DeepSpeed use another of `Accelerator(deepspeed_plugins=...)`, before a model is prepared. Local.
+
+        Raises:
+            ConfigError: there is none of that name, or a model was prepared.
+        """
+        plugin = self.get_deepspeed_plugin(name)
+        if self._strategy is not None:
+            self._strategy.select_plugin(plugin)
 
     def destroy_process_group(self) -> None:
         """Leave the group of processes. Collective."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checkpoint.names import plain_names
+from ..checkpoint.sharded import local_part, part_like
 from ..data.geometry import dealing_of
 from ..data.position import checked_position
 from ..data.stateful import is_stateful
@@ -202,12 +203,12 @@ def _restore_gradients(saved: SavedState, preparation: Preparation) -> None:
         state.micro_steps -= state.micro_steps % state.num_steps
     for name, parameter in named_parameters(preparation).items():
         gradient = (gradients or {}).get(name)
-        parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        parameter.grad = None if gradient is None else part_like(parameter, gradient)
 
 
 def _gradients(preparation: Preparation) -> dict[str, Tensor]:
     parameters = named_parameters(preparation).items()
-    return {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
+    return {name: local_part(parameter.grad) for name, parameter in parameters if parameter.grad is not None}
 
 
 def _model_of(preparation: Preparation, optimizer: Optimizer) -> nn.Module:

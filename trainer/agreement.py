@@ -22,8 +22,10 @@ A vector is sent only where all processes know that all of them send it. In the 
 | close_window  | after a window, where a callback steers there,   | begin_fit told where; open_window told which      |
 |               | and after each one that is left open             | windows stay open                                 |
 | following     | after a record or a validation that was due,     | begin_fit told where; agreed counters tell what   |
-|               | where a callback steers there; after the batches | is due                                            |
-|               | and at the end of each evaluation                |                                                   |
+|               | where a callback steers there; at the end of     | is due                                            |
+|               | each evaluation                                  |                                                   |
+| roll_call     | in an evaluation about twice a second, and when  | all count batches, also those that they don't     |
+|               | its batches are over                             | have; the last vector told where the next is due  |
 
 So a step costs one vector, which overlaps with the backward. What callbacks decide after it was sent takes effect at
 the same step as in one process: where one that may steer (`Callback.steers`) listens to such an event, `vote`,
@@ -37,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -53,6 +55,7 @@ from ..distributed.numbers import wide_float
 from .consensus import Consensus
 from .loss import WindowLoss
 from .metric_exchange import MetricExchange
+from .roll_call import RollCall
 from .rows import NOTHING, Flag, Row, flags_of, saying
 from .steering import Steering
 
@@ -72,7 +75,10 @@ class Agreement:
         self._run = run
         self._metrics = metrics
         self._num_processes = run.trainer.process.num_processes
+        self._share = run.strategy.data_share
         self.consensus = Consensus(run)
+        self.roll_call = RollCall(self.consensus, self._leave)
+        """Ends evaluations on all processes behind the same batch."""
         self.was_left = False
         """Whether all left the newest window, since control flow left it on one before its gradients were reduced."""
         self.had_loss = False
@@ -206,12 +212,13 @@ class Agreement:
         self._ends_epoch = bool(flags & Flag.END_EPOCH)
         if flags & Flag.COUNTS and flags & Flag.MEANS:
             raise _mixed(rows)
-        losses = int(sum(row.size for row in rows))
+        counted = self._share.by_losses(rows)
+        losses = int(sum(row.size for row in counted))
         self.had_loss = self.had_loss or losses > 0
-        count: Any = sum(row.loss_count for row in rows) if flags & Flag.COUNTS else None
+        count: Any = sum(row.loss_count for row in counted) if flags & Flag.COUNTS else None
         if flags & Flag.DEVICE_COUNT:
             count = self._add_up_on_device(training.loss.count)
-        training.loss.share(losses, count, self._num_processes)
+        training.loss.share(losses, count, self._share.num_losses)
         return losses
 
     def veto(self, flow: ControlFlow) -> None:
@@ -238,7 +245,7 @@ class Agreement:
         rows = self.consensus.exchange("agree on a veto")
         flags = flags_of(rows)
         if flags & Flag.STOP_NOW:
-            self._raise_agreed(StopRun(self._run.stop_reason or ""))
+            self._leave()
         if flags & Flag.END_EPOCH:
             self._raise_agreed(EndEpoch())
         if flags & Flag.SKIP:
@@ -301,7 +308,7 @@ class Agreement:
         if always or self._steering.when_due:
             rows = self.consensus.exchange("agree after what was due")
             if flags_of(rows) & Flag.STOP_NOW:
-                self._raise_agreed(StopRun(self._run.stop_reason or ""))
+                self._leave()
 
     def settle(self) -> None:
         """Agree on whether the run ends: `stops` tells. Collective, before the first epoch and after each."""
@@ -314,7 +321,10 @@ class Agreement:
         assert self._run.training is not None
         return self._run.training.loss
 
-    def _raise_agreed(self, flow: EndEpoch | StopRun) -> None:
+    def _leave(self) -> NoReturn:
+        self._raise_agreed(StopRun(self._run.stop_reason or ""))
+
+    def _raise_agreed(self, flow: EndEpoch | StopRun) -> NoReturn:
         self._agreed_flow = flow
         raise flow
 
@@ -323,7 +333,7 @@ class Agreement:
         total = torch.as_tensor(0 if count is None else count).to(device, wide_float(device), copy=True)
         with watch.collective("add up the window's count"):
             dist.all_reduce(total)
-        return total
+        return total if self._share.num_twins == 1 else total / self._share.num_twins
 
 
 def _size(training: Training, batch: Any) -> int:

@@ -16,6 +16,8 @@ from ..distributed.errors import ConfigError, suggest
 from ..distributed.group import is_connected
 from ..distributed.process import ProcessState
 from ..strategies.ddp import DDPStrategy
+from ..strategies.fsdp import FSDPStrategy
+from ..strategies.fsdp_plugin import FullyShardedDataParallelPlugin
 from ..strategies.gradient_state import GradientAccumulationPlugin, check_num_steps
 from ..strategies.handlers import (
     DistributedDataParallelKwargs,
@@ -24,7 +26,7 @@ from ..strategies.handlers import (
     InitProcessGroupKwargs,
 )
 from ..strategies.precision import PRECISIONS, MixedPrecision, Precision, create_precision
-from ..strategies.registry import AUTO, DDP, StrategyLike, create_strategy
+from ..strategies.registry import AUTO, DDP, FSDP, StrategyLike, create_strategy
 from ..strategies.strategy import Strategy
 from .project import ProjectConfiguration
 
@@ -33,12 +35,8 @@ RNG_TYPES = ("torch", "cuda", "mlu", "sdaa", "musa", "npu", "xla", "xpu", "hpu",
 
 # Arguments that Accelerate has, and what to do here in place of them.
 _ABSENT = {
-    "deepspeed_plugin": "DeepSpeed is not available in this version.",
-    "deepspeed_plugins": "DeepSpeed is not available in this version.",
-    "fsdp_plugin": "FSDP is not available in this version.",
     "megatron_lm_plugin": "Megatron-LM is not available.",
-    "torch_tp_plugin": "Tensor parallelism is not available in this version.",
-    "parallelism_config": "Meshes of tensor, context and data parallelism are not available in this version.",
+    "torch_tp_plugin": "Use parallelism_config=ParallelismConfig(tp_size=...).",
     "dynamo_backend": "Call torch.compile(model, backend=...) before prepare.",
     "dynamo_plugin": "Call torch.compile(model, backend=...) before prepare.",
     "split_batches": "Use dataloader_config=DataLoaderConfiguration(split_batches=...).",
@@ -105,13 +103,22 @@ def read_process(cpu: bool | None, handlers: Handlers) -> ProcessState:
     return process
 
 
-def read_strategy(spec: StrategyLike, num_processes: int, handlers: Handlers) -> Strategy:
-    """How steps are carried out. A word that means DDP takes its options from the handler for it.
+def read_strategy(
+    spec: StrategyLike,
+    process: ProcessState,
+    handlers: Handlers,
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+) -> Strategy:
+    """How steps are carried out. A word that means DDP takes its options from the handler for it, one that means FSDP
+    from the plugin or its variables.
 
     Raises:
         ConfigError: it is unknown, or options are given here and there.
     """
-    handler = handlers.get(DistributedDataParallelKwargs)
+    handler, num_processes = handlers.get(DistributedDataParallelKwargs), process.num_processes
+    plugin = _find_fsdp(spec, fsdp_plugin, process.is_main_process)
+    if plugin is not None:
+        return _from_plugin(plugin, process, handler)
     if spec == DDP or (spec == AUTO and num_processes > 1):
         return DDPStrategy.from_handler(handler)
     if not isinstance(spec, str) and handler != DistributedDataParallelKwargs():
@@ -120,6 +127,59 @@ def read_strategy(spec: StrategyLike, num_processes: int, handlers: Handlers) ->
             "with the handler use strategy='ddp' or 'auto'."
         )
     return create_strategy(spec, num_processes)
+
+
+def _find_fsdp(
+    spec: StrategyLike, given: FullyShardedDataParallelPlugin | None, warns: bool
+) -> FullyShardedDataParallelPlugin | None:
+    """The options of FSDP, as they were given or as the environment has them; None where it is not FSDP.
+
+    Args:
+        spec: the strategy as it was given.
+        given: the plugin as it was given.
+        warns: whether this process says that the variable is not used.
+    Raises:
+        ConfigError: it is something else, or contradicts the strategy.
+    """
+    if given is not None:
+        if not isinstance(given, FullyShardedDataParallelPlugin):
+            raise ConfigError(f"fsdp_plugin={given!r:.80}. Expected FullyShardedDataParallelPlugin(...), or None.")
+        if spec not in (AUTO, FSDP):
+            raise ConfigError(
+                f"strategy={spec!r} and fsdp_plugin=FullyShardedDataParallelPlugin(...) were both given. Leave "
+                "strategy out, or give the options of FSDP there: strategy={'name': 'fsdp', 'wrap': ...}."
+            )
+        return given
+    if not read_flag("USE_FSDP"):
+        return None
+    if spec in (AUTO, FSDP):
+        return FullyShardedDataParallelPlugin()
+    found = read_variable("USE_FSDP")
+    if found is not None and warns:
+        warnings.warn(f"{found[0]}={found[1]} is not used: strategy={spec!r:.80} was given.", stacklevel=4)
+    return None
+
+
+def _from_plugin(
+    plugin: FullyShardedDataParallelPlugin, process: ProcessState, handler: DistributedDataParallelKwargs
+) -> Strategy:
+    """FSDP with the options of a plugin. What it translates or leaves out is said once, on the main process."""
+    text = plugin.explanation()
+    if text is not None and process.is_main_process:
+        warnings.warn(text, stacklevel=4)
+    unused = {name for name in handler.to_kwargs() if name != "find_unused_parameters"}
+    if unused and process.is_main_process:
+        warnings.warn(
+            f"DistributedDataParallelKwargs({', '.join(sorted(unused))}) has no effect under FSDP.", stacklevel=4
+        )
+    if plugin.cpu_ram_efficient_loading:
+        plugin.tell_transformers()
+    return FSDPStrategy.from_plugin(
+        plugin,
+        process.num_processes,
+        process.place.num_nodes,
+        find_unused_parameters=handler.find_unused_parameters,
+    )
 
 
 def read_accumulation(num_steps: int | None, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:

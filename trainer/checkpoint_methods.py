@@ -8,6 +8,7 @@ import secrets
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from .accelerator_loading import AcceleratorCheckpoint, open_saved
 from .hook_files import files_of_hooks
 from .numbered import next_path, number_of, numbered, numbered_folder, remove_oldest
 from .preparation import Preparation
-from .state_methods import StateMethods, plain_state
+from .state_methods import StateMethods, by_plain_names
 from .states import process_tree_name
 from .tracking_methods import TrackingMethods
 
@@ -123,7 +124,7 @@ class CheckpointMethods(StateMethods, TrackingMethods):
         path = self._path_to_save(output_dir)
         project = self.project_configuration
         models = list(self.preparation.models)
-        weights = [plain_state(self.strategy, model) for model in models]
+        weights = [by_plain_names(self.strategy.unwrap(each), self.strategy.model_state(each)) for each in models]
         members = self._members()
         with files_of_hooks(path, members, self.process, needed=bool(self._save_hooks)) as folder:
             for hook in list(self._save_hooks.values()):
@@ -165,8 +166,11 @@ class CheckpointMethods(StateMethods, TrackingMethods):
         for hook in list(self._load_hooks.values()):
             hook(models, str(path))
         plain = [self.strategy.unwrap(model) for model in models]
-        load_weights = _agreed(lambda: found.prepare_weights(plain, strict=strict))
-        load_weights()
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(self.strategy.writing_weights(model))
+            load_weights = _agreed(lambda: found.prepare_weights(plain, strict=strict))
+            load_weights()
         trees.restore(found.state, self.preparation, self._custom_objects)
         self._go_on_from(path, found)
         logger.info("loaded the state from %s", path)
@@ -205,17 +209,16 @@ class CheckpointMethods(StateMethods, TrackingMethods):
         """What this process puts in. Collective."""
         preparation = self.preparation
         own = process_tree_name(self.process.process_index)
-        optimizers = trees.optimizers_tree(preparation)
-        parts: dict[str, Any] = {own: trees.process_tree(preparation)}
-        if not self._writes:
-            return Contents(trees=parts)
         common = trees.common_tree(preparation, self._custom_objects) | {
             "iteration": self.save_iteration,
             "trackers": self.tracking_state(),
         }
-        parts |= {trees.COMMON: common, trees.OPTIMIZERS: optimizers}
-        named = {trees.model_name(index): state for index, state in enumerate(weights)}
-        return Contents(trees=parts, weights=named, files_beside=files)
+        return Contents(
+            trees={own: trees.process_tree(preparation)},
+            shared_trees={trees.COMMON: common, trees.OPTIMIZERS: trees.optimizers_tree(preparation)},
+            weights={trees.model_name(index): state for index, state in enumerate(weights)},
+            files_beside=files if self._writes else None,
+        )
 
     def _members(self) -> Sequence[int]:
         """The processes that save one checkpoint: all, or with `save_on_each_node` those of a machine. Collective."""

@@ -27,8 +27,11 @@ class Consensus:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._share = run.strategy.data_share
         self.stops = False
         """Whether all have agreed to end the run."""
+        self.knows_signal = False
+        """Whether all know of a signal that asked for it."""
         self.ends_pass = False
         """Whether all have agreed to end the running pass."""
         self.nonfinite_elsewhere = False
@@ -39,7 +42,6 @@ class Consensus:
         """What this process has seen since its last vector."""
         self._flags = NOTHING
         """What this process will say in its next vector, beside what that is sent for."""
-        self._knows_signal = False
         self._warned_of_end = False
 
     def ask_for(self, flow: ControlFlow | None) -> None:
@@ -87,14 +89,14 @@ class Consensus:
         state, flags = self._run.state, flags_of(rows)
         state.agreed_seconds = rows[0].seconds  # one clock for all
         _, _, _, _, samples, tokens, batches, micro_steps = zip(*rows, strict=True)
-        state.samples += int(sum(samples))
-        state.tokens += int(sum(tokens))
+        state.samples += int(sum(self._share.by_batches(samples)))
+        state.tokens += int(sum(self._share.by_batches(tokens)))
         # Windows of different length, where the data does not divide evenly: the longest counts.
         state.batch, state.micro_step = int(max(batches)), int(max(micro_steps))
         if flags & Flag.ENDED and not self.ends_pass:
             self.ends_pass = True
             self._warn_of_end(rows)
-        is_new_signal = flags & Flag.SIGNAL and not self._knows_signal
+        is_new_signal = flags & Flag.SIGNAL and not self.knows_signal
         if is_new_signal or (flags & (Flag.STOP | Flag.STOP_NOW) and not self.stops):
             self.stops = True
             self._agree_on_reason()
@@ -106,7 +108,7 @@ class Consensus:
         run = self._run
         told = exchange({"reason": run.stop_reason, "signal": run.signal}, "agree on why the run ends")
         if signals := [each["signal"] for each in told if each["signal"] is not None]:
-            self._knows_signal = True
+            self.knows_signal = True
             run.note_signal(signals[0])
         reasons = [each["reason"] for each in told]
         index, reason = next((i, r) for i, r in enumerate(reasons) if r is not None)

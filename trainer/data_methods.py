@@ -86,7 +86,7 @@ class DataMethods(ProcessMethods):
         """
         loader = self.gradient_state.active_dataloader
         real = loader.real_samples if self.use_distributed and loader is not None else None
-        return gather_batch(input_data, real, as_objects=use_gather_object)
+        return gather_batch(input_data, real, self.strategy.data_share, as_objects=use_gather_object)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[nn.Module], even_batches: bool | None = None) -> Iterator[None]:

@@ -8,14 +8,14 @@ evaluate: on_<stage>_start -> per batch on_<stage>_batch_start -> <stage>_step -
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from ..callbacks.bus import Event
-from ..callbacks.callback import Callback, EndEpoch, SkipBatch, StopRun
+from ..callbacks.callback import Callback, EndEpoch, SkipBatch
 from ..data.sizes import AmbiguousBatchSizeError
 from ..data.window import check_length
 from ..distributed import watch
@@ -24,6 +24,7 @@ from ..distributed.numbers import to_numbers
 from ..distributed.operations import gather_object
 from .metric_exchange import MetricExchange
 from .metrics import MetricLog
+from .roll_call import in_turns
 from .run import EvaluationData, Run, Training, refused
 from .sealed import sealed
 from .showing import showing_weights
@@ -74,13 +75,12 @@ def evaluate(run: Run, stage: Stage, data: EvaluationData) -> dict[str, float]:
     """
     metrics: dict[str, float] = {}
     run.strategy.synchronize_buffers(run.model)
-    paired = run.paired(stage.start, stage.end, lambda: (metrics,))
+    paired = run.paired(stage.start, stage.end, lambda: (metrics,), holds_stop=True)
     with ending_together(run), evaluating(run, stage, data) as log, paired:
-        with ending_together(run), in_turns(run):
-            for step, batch, index in batches_of(run, stage, data, log):
-                run_batch(run, stage, step, batch, index)
-                if run.signal is not None and run.agreement is None:
-                    raise StopRun(run.stop_reason or "")
+        with in_turns(run, paired.held) as turns, closing(batches_of(run, stage, data, log)) as batches:
+            for step, batch, index in batches:
+                run_batch(run, stage, turns.of(step), batch, index)
+                turns.after_batch()
         metrics.update(to_numbers(log.epoch_values()))
         run.remember(metrics)
         shown = run.trainer.progress_metrics
@@ -99,8 +99,8 @@ def sanity_check(run: Run, data: EvaluationData, num_batches: int) -> None:
     """
     with evaluating(run, VALIDATION, data, name="sanity") as log:
         try:
-            with in_turns(run):
-                _try_batches(run, data, log, num_batches)
+            _try_batches(run, data, log, num_batches)
+            run.strategy.finish_evaluation()
         except BaseException as error:
             error.add_note(
                 f"raised while validation was tried on {num_batches} batches before training; sanity_val_batches=0 "
@@ -115,10 +115,15 @@ def _try_batches(run: Run, data: EvaluationData, log: MetricLog, num_batches: in
         step = step_of(run, VALIDATION, data, suffix)
         count = num_batches if limit is None else min(num_batches, limit)
         log.see(suffix, 0)
-        for index, batch in enumerate(islice(loader, count)):
-            log.samples = samples_of(run, batch)
-            log.see(suffix, 1)
-            step(batch, index)
+        with closing(_first_of(loader, count)) as batches:
+            for index, batch in enumerate(batches):
+                log.samples = samples_of(run, batch)
+                log.see(suffix, 1)
+                step(batch, index)
+
+
+def _first_of(loader: Any, count: int) -> Generator[Any]:
+    yield from islice(loader, count)
 
 
 def predict(run: Run, data: EvaluationData, writer: Callable[[Any, Any, int], None] | None = None) -> list[Any]:
@@ -126,20 +131,28 @@ def predict(run: Run, data: EvaluationData, writer: Callable[[Any, Any, int], No
 
     Args:
         writer: takes each batch's outputs, the batch and its index, so that nothing is kept in memory; with several
-            processes each writes its own batches.
+            processes each writes its own batches, those that get the same ones once.
     Returns:
         The outputs of all processes, on each of them; none where a writer took them.
     """
     kept: list[Any] = []
     run.strategy.synchronize_buffers(run.model)
-    seal = evaluating(run, PREDICT, data)
-    with ending_together(run), seal as log, run.paired(PREDICT.start, PREDICT.end), in_turns(run):
-        for step, batch, index in batches_of(run, PREDICT, data, log):
-            outputs = run_batch(run, PREDICT, step, batch, index)
-            if writer is None:
-                kept.append((log.suffix, index, outputs))
-            else:
-                writer(outputs, batch, index)
+    paired = run.paired(PREDICT.start, PREDICT.end, holds_stop=True)
+    with (
+        ending_together(run),
+        evaluating(run, PREDICT, data) as log,
+        paired,
+        in_turns(run, paired.held) as turns,
+        closing(batches_of(run, PREDICT, data, log)) as batches,
+    ):
+        for step, batch, index in batches:
+            outputs = run_batch(run, PREDICT, turns.of(step), batch, index)
+            if data.is_first_peer:
+                if writer is None:
+                    kept.append((log.suffix, index, outputs))
+                else:
+                    writer(outputs, batch, index)
+            turns.after_batch()
     return in_order(run, data, kept)
 
 
@@ -157,25 +170,12 @@ def _rank(data: EvaluationData, output: tuple[str, int, Any]) -> tuple[int, int]
 
 @contextmanager
 def ending_together(run: Run) -> Iterator[None]:
-    """A context that one process may leave by `StopRun`: the others, who still work on their batches, follow at once
-    when they are done.
-    """
+    """A context that one process may leave by `StopRun`: the others follow."""
     if run.agreement is None:
         yield
         return
     with run.agreement.following(always=True):
         yield
-
-
-@contextmanager
-def in_turns(run: Run) -> Iterator[None]:
-    """A context for all steps of an evaluation, also where it ends early: other processes may have more to do."""
-    try:
-        yield
-    except StopRun:
-        run.strategy.finish_evaluation()
-        raise
-    run.strategy.finish_evaluation()
 
 
 @contextmanager
@@ -190,7 +190,8 @@ def evaluating(run: Run, stage: Stage, data: EvaluationData, name: str | None = 
             run.strategy.synchronize_buffers(run.model)  # of these weights, after those of the training
         run.state.stage = name or stage.name
         shown = {} if name == "sanity" else run.trainer.progress_metrics
-        run.log = MetricLog(stage.name, shown, None if run.agreement is None else MetricExchange())
+        exchange = None if run.agreement is None else MetricExchange(run.strategy.data_share)
+        run.log = MetricLog(stage.name, shown, exchange)
         run.evaluation = data
         try:
             yield run.log
@@ -205,8 +206,10 @@ def evaluating(run: Run, stage: Stage, data: EvaluationData, name: str | None = 
 
 def batches_of(
     run: Run, stage: Stage, data: EvaluationData, log: MetricLog
-) -> Iterator[tuple[Callable[..., Any], Any, int]]:
-    """Each batch of each loader, with the step for it and its index in its loader."""
+) -> Generator[tuple[Callable[..., Any], Any, int]]:
+    """Each batch of each loader, with the step for it and its index in its loader. Once it is closed, no worker reads
+    for it, whoever keeps an exception that came out of the loop over it.
+    """
     for (suffix, loader), limit in zip(data.loaders.items(), data.limits, strict=True):
         log.suffix = suffix
         step = step_of(run, stage, data, suffix)

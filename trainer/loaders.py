@@ -123,7 +123,8 @@ def evaluation_data(
     )
     loaders = evaluation_loaders(data, stage)
     limits = [batches_allowed(limit, loader, stage) for loader in loaders.values()]
-    index, count = strategy.process.process_index, strategy.process.num_processes
+    share = strategy.data_share
+    index, count = share.process_index, share.num_processes
     return EvaluationData(
         {
             name: strategy.setup_dataloader(loader, own, exact=True, ordinal=1 + position)
@@ -132,6 +133,7 @@ def evaluation_data(
         [None if limit is None else len(range(index, limit, count)) for limit in limits],
         process_index=index,
         num_processes=count,
+        is_first_peer=share.peer == 0,
     )
 
 

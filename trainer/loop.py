@@ -54,9 +54,11 @@ def fit(run: Run, training: Training) -> None:
             while not run.is_stopping:
                 if limit := training.limits.reached(state):
                     run.stop_everywhere(f"{limit} reached")
-                if not run.is_stopping or (run.resumption is not None and run.resumption.is_inside_epoch):
+                if not run.is_stopping or run.is_inside_epoch:
                     fit_epoch(run, training)  # of which nothing is left to train where a limit is reached: it is closed
                     save_what_was_asked(run, training)
+            if run.resumption is not None and run.is_inside_epoch:
+                run.resumption.restore_inside(run)  # which this leg did not come to: what is saved now stands there
             if not training.carried:
                 announce_stop(run, training)
             close_open_window(run, training)
@@ -73,22 +75,17 @@ def fit_epoch(run: Run, training: Training) -> None:
     """One pass over the training data."""
     state = run.state
     goes_on = run.resumption is not None and run.resumption.enter_epoch()
-    if not goes_on:
-        state.epoch_ended = False
-        state.batch = 0
-    training.loader.set_epoch(state.epoch)
-    reader = training.reader = training.windows_of(state.epoch, training.loader, begin=state.batch)
-    if not training.carried:
-        run.training_log.window = state.micro_step  # what `on_epoch_start` logs belongs to the first window
+    reader = open_pass(run, training, goes_on=goes_on)
+    windows = iter(reader)
     metrics = run.trainer.metrics
     try:
         try:
             with run.paired(Callback.on_epoch_start, Callback.on_epoch_end, lambda: (dict(metrics),), holds_stop=True):
                 try:
-                    windows = iter(reader)
                     window = None if state.epoch_ended else first_window(run, training, windows)
                     if goes_on:
                         go_on_inside(run, training)
+                        window = None if run.ends_pass else window
                     while window is not None:
                         fit_window(run, training, window)
                         if not served_what_is_due(run, training):
@@ -101,7 +98,7 @@ def fit_epoch(run: Run, training: Training) -> None:
                 except StopRun as stop:
                     run.heed(stop)
                     drop_open_window(run, training)
-                if run.is_stopping and (not state.epoch_ended or training.validation_due):
+                if run.is_stopping and not (state.epoch_ended and training.is_served):
                     announce_stop(run, training)  # before what is left of the epoch is closed: it may go on one day
                 close_epoch(run, training, reader)
         except StopRun as stop:  # from the epoch's own events and its record
@@ -110,20 +107,32 @@ def fit_epoch(run: Run, training: Training) -> None:
         if run.agreement is not None:
             run.agreement.settle()  # on whether another epoch follows
     finally:
-        if state.epoch_ended:
+        windows.close()  # the workers that read for it end now, whoever keeps the exception that ended it
+        if state.epoch_ended and training.reader is None:  # and closed: else a run that goes on closes it
             state.epoch += 1
             state.batch = 0
             state.epoch_ended = False
 
 
+def open_pass(run: Run, training: Training, *, goes_on: bool) -> WindowReader:
+    """The windows of the epoch that begins, or of what is left of it where a resumed run goes on inside."""
+    state = run.state
+    if not goes_on:
+        state.epoch_ended = False
+        state.batch = 0
+    training.loader.set_epoch(state.epoch)
+    training.reader = training.windows_of(state.epoch, training.loader, begin=state.batch)
+    if not training.carried:
+        run.training_log.window = state.micro_step  # what `on_epoch_start` logs belongs to the first window
+    return training.reader
+
+
 def go_on_inside(run: Run, training: Training) -> None:
     """What comes first where a resumed run goes on inside an epoch."""
     assert run.resumption is not None
-    run.resumption.restore_log(run)  # without what `on_epoch_start` has logged a second time
-    run.resumption.restore_random(run)
-    if training.validation_due:  # also where the run ends here: its epoch's record comes behind it
-        with run.steered():
-            validate(run, training)
+    run.resumption.restore_inside(run)  # without what `on_epoch_start` has logged a second time
+    if training.validation_due or not training.is_served:  # also where the run ends here: before its epoch's record
+        do_what_is_due(run, training)
 
 
 def cut_epoch(run: Run, training: Training) -> None:
@@ -158,22 +167,27 @@ def fit_window(run: Run, training: Training, window: Window) -> None:
         window = agreement.open_window(training, window)
     if not training.carried:
         state = run.state
-        training.opened_at = state.batch, state.micro_step, state.samples, state.tokens
+        training.opened_at = training.began_at = (
+            state.batch, state.micro_step, state.samples, state.tokens, state.step, state.skipped_steps, state.epoch,
+        )  # fmt: skip
     last = len(window.batches) - 1
+    num_gathered = last if window.closes else last + 1  # micro-batches that reduce nothing
     training.passes = 0
+    training.is_served, training.is_last_window = False, window.is_last
     try:
-        for position in range(len(window.batches)):
-            gradient_state.sync_gradients = window.closes and position == last
-            if gradient_state.sync_gradients:
-                fit_batch(run, training, window, position)
-            else:
-                with run.strategy.no_sync(run.model):
+        if num_gathered:
+            gradient_state.sync_gradients = False
+            with run.strategy.no_sync(run.model):
+                for position in range(num_gathered):
                     fit_batch(run, training, window, position)
+        if window.closes:
+            gradient_state.sync_gradients = True
+            fit_batch(run, training, window, last)
     except (EndEpoch, StopRun) as flow:
         if agreement is None:
             raise
         with run.strategy.no_sync(run.model):
-            for _ in range(training.passes, last if window.closes else last + 1):
+            for _ in range(training.passes, num_gathered):
                 run.strategy.sit_out(run.model)
         agreement.leave(training, flow)
     if window.closes:
@@ -284,18 +298,25 @@ def num_losses_everywhere(run: Run, training: Training) -> int:
 
 
 def announce_step(run: Run, optimizer: Optimizer) -> None:
-    """`on_before_step`, where callbacks may drop the step: all processes do then."""
-    emit, agreement = run.events[Callback.on_before_step], run.agreement
+    """`on_before_step`, where callbacks may drop the step: all processes do then. Behind it comes what they have kept
+    for the moment when nobody can drop it any more.
+    """
+    emit, agreement, training = run.events[Callback.on_before_step], run.agreement, run.training
+    assert training is not None
+    if training.agreed:  # of a step that was dropped
+        training.agreed.clear()
     if agreement is None:
         if emit:
             emit(optimizer)
-        return
-    try:
-        if emit:
-            emit(optimizer)
-    except (SkipBatch, EndEpoch, StopRun) as flow:
-        agreement.veto(flow)
-    agreement.vote()
+    else:
+        try:
+            if emit:
+                emit(optimizer)
+        except (SkipBatch, EndEpoch, StopRun) as flow:
+            agreement.veto(flow)
+        agreement.vote()
+    for act in training.agreed:
+        act()
 
 
 def step(run: Run, training: Training) -> None:
@@ -366,18 +387,30 @@ def manual_step(run: Run, training: Training, batch: Any, index: int) -> Any:
 def do_what_is_due(run: Run, training: Training) -> None:
     """What comes due at a step boundary. A window that is left open has no step yet to record."""
     state = run.state
-    if not training.carried and training.log_schedule.is_due(state):
-        training.logged_at = state.micro_step
-        with run.steered():
-            run.record(run.training_log.step_values())
-    if training.validation and training.val_schedule.is_due(state) and not training.has_validated(state):
-        training.validation_due = True
-        with run.steered():
-            validate(run, training)
+    if not training.carried and training.log_schedule.is_due(state) and training.logged_at != state.micro_step:
+        record_step(run, training)
+    if training.validation and (training.val_schedule.is_due(state) or training.validation_due):
+        training.validation_due = not training.has_validated(state)
+        if training.validation_due:
+            with run.steered():
+                validate(run, training)
     if training.limits.end_inside_epochs and (limit := training.limits.reached(state)):
         run.stop_everywhere(f"{limit} reached")
+    training.is_served = True
     if not (run.saves.is_idle or state.epoch_ended or run.is_stopping):
         save_what_was_asked(run, training)
+
+
+def record_step(run: Run, training: Training) -> None:
+    """Make a record of the newest window. Where an exception prevents it, a run that goes on makes up for it."""
+    before, training.logged_at = training.logged_at, run.state.micro_step
+    try:
+        with run.steered():
+            run.record(run.training_log.step_values())
+    except Exception as error:
+        if not isinstance(error, StopRun):
+            training.logged_at = before
+        raise
 
 
 def served_what_is_due(run: Run, training: Training) -> bool:
@@ -415,16 +448,21 @@ def close_epoch(run: Run, training: Training, reader: WindowReader) -> None:
     """Finish an epoch: its training means become a record, and schedules that count epochs move on."""
     training.carried = reader.carried
     training.wait_seconds += reader.wait_seconds
-    training.reader = None
-    training.last_values, values = run.training_log.close_epoch(keeps_window=training.carried > 0)
-    run.trainer.metrics.update(to_numbers(training.last_values))
+    newest, values = run.training_log.close_epoch(keeps_window=training.carried > 0)
+    if newest or training.last_values_at != run.state.micro_step:  # else a leg before has closed it
+        training.last_values, training.last_values_at = newest, run.state.micro_step
+    run.trainer.metrics.update(to_numbers(newest))
     if values and not training.validation_due:  # an epoch whose last validation was cut short is not over
-        run.record(values)
+        try:
+            run.record(values)
+        except StopRun as stop:  # the epoch is closed all the same
+            run.heed(stop)
     if run.state.epoch_ended and run.state.epoch == 0 and (run.agreement is None or not run.agreement.had_loss):
         check_first_epoch(run, training)
     if run.state.epoch_ended and training.is_automatic:
         for rate in training.epoch_schedulers:
             step_scheduler(run, rate, run.state.epoch + 1)
+    training.reader = None
 
 
 def check_first_epoch(run: Run, training: Training) -> None:
@@ -448,7 +486,12 @@ def check_first_epoch(run: Run, training: Training) -> None:
 
 
 def record_late(run: Run) -> None:
-    """Record what an end event logged, whose own record is out already. `StopRun` out of `on_log` is heeded."""
+    """Record what an end event logged, whose own record is out already. `StopRun` out of `on_log` is heeded.
+
+    A run that ended before it came to the epoch inside of which it was to go on leaves that epoch's values to the next.
+    """
+    if run.is_inside_epoch:
+        return
     try:
         if values := run.training_log.late_values():
             run.record(values)

@@ -24,7 +24,7 @@ def join_others(run: Run, facts: dict[str, Any]) -> list[dict[str, Any]]:
     Raises:
         DistributedError: they don't run the same.
     """
-    metrics = run.training_log.exchange = MetricExchange()
+    metrics = run.training_log.exchange = MetricExchange(run.strategy.data_share)
     metrics.see("", 1)
     run.agreement = Agreement(run, metrics)
     own = {"stage": run.state.stage, "task": type(run.task).__name__, "seed": torch.initial_seed()}

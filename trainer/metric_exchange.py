@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -11,13 +11,19 @@ from ..distributed import watch
 from ..distributed.errors import MetricError
 from ..distributed.exchange import exchange
 from ..distributed.numbers import to_numbers
+from ..distributed.shares import DataShare
 from .metrics import STEP, Sum, extreme
 
 
 class MetricExchange:
-    """Takes sums over all processes, and knows which of them have to log what others log."""
+    """Takes sums over all processes, and knows which of them have to log what others log.
 
-    def __init__(self) -> None:
+    Args:
+        share: of the data on this process; of processes that compute the same losses one counts.
+    """
+
+    def __init__(self, share: DataShare) -> None:
+        self._share = share
         self._seen: dict[str, int] = {}
         """Batches that this process has seen, by the suffix that metrics of their loader have: one that has seen none
         need not log what the others log. In training: those of the epoch that gave a loss, and by `STEP` those of the
@@ -91,11 +97,12 @@ class MetricExchange:
         told = {"sums": shared, "own": own, "sources": sorted(sources), "seen": self._seen}
         rows = exchange(told, "exchange logged values")
         self._check(rows)
-        values = {name: _merge(name, rows) for name in _names(rows, "sums")}
+        counted = self._share.by_losses(rows)
+        values = {name: _merge(name, counted) for name in _names(counted, "sums")}
         first = {name: value for row in reversed(rows) for name, value in row["own"].items()}
         return first | values | self._compute(rows, sources)
 
-    def _check(self, rows: list[dict[str, Any]]) -> None:
+    def _check(self, rows: Sequence[dict[str, Any]]) -> None:
         for kind in ("sums", "sources"):
             for name in _names(rows, kind):
                 has = [index for index, row in enumerate(rows) if name in row[kind]]
@@ -106,19 +113,19 @@ class MetricExchange:
                         "not. Log the same names on every process, or this one with sync=False: process 0's value then."
                     )
 
-    def _compute(self, rows: list[dict[str, Any]], sources: Mapping[str, Any]) -> dict[str, Any]:
+    def _compute(self, rows: Sequence[dict[str, Any]], sources: Mapping[str, Any]) -> dict[str, Any]:
         """What torchmetrics objects give, in the same order everywhere. Processes without an object are told."""
         values: dict[str, Any] = {}
         is_partial = False
         for name in sorted(_names(rows, "sources")):
-            members = [index for index, row in enumerate(rows) if name in row["sources"]]
+            members = [index for index in self._share.by_losses(range(len(rows))) if name in rows[index]["sources"]]
             with watch.collective(f"compute {name}"):
                 if len(members) == len(rows):
                     values[name] = sources[name].compute()
                     continue
                 is_partial = True
                 group = dist.new_group(members)
-                if name in sources:
+                if dist.get_rank() in members:
                     values[name] = _compute_in(sources[name], group)
                     dist.destroy_process_group(group)
         if not is_partial:
@@ -137,7 +144,7 @@ def _compute_in(metric: Any, group: Any) -> Any:
         metric.process_group = outer
 
 
-def _was_to_log(name: str, row: Mapping[str, Any], rows: list[dict[str, Any]]) -> bool:
+def _was_to_log(name: str, row: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
     """Whether a process that has seen a batch which this name belongs to."""
     if name.startswith(STEP):
         return bool(row["seen"].get(STEP, 1))
@@ -146,11 +153,11 @@ def _was_to_log(name: str, row: Mapping[str, Any], rows: list[dict[str, Any]]) -
     return bool(row["seen"].get(suffix, 0))
 
 
-def _names(rows: list[dict[str, Any]], kind: str) -> list[str]:
+def _names(rows: Sequence[dict[str, Any]], kind: str) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row[kind]))
 
 
-def _merge(name: str, rows: list[dict[str, Any]]) -> Any:
+def _merge(name: str, rows: Sequence[dict[str, Any]]) -> Any:
     found = [row["sums"][name] for row in rows if name in row["sums"]]
     reduces = {each[0] for each in found}
     if len(reduces) > 1:

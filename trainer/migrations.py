@@ -22,4 +22,5 @@ def migrated(tree: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
             f"the state in {str(path)!r} has the version {version}, and this version of loopwright reads up to "
             f"{VERSION}. Update loopwright."
         )
-    return tree
+    metrics = {"last_values_at": -1} | tree["metrics"]
+    return {"due_since": None, **tree, "metrics": metrics}  # what the first states of this version did not have

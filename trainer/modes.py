@@ -25,6 +25,19 @@ def training_mode(task: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def attribute_set(task: nn.Module, name: str, value: object) -> Iterator[None]:
+    """A context in which an attribute of the task itself has a value; one of its own, other than None, comes back."""
+    own = task.__dict__.get(name)
+    task.__dict__[name] = value
+    try:
+        yield
+    finally:
+        task.__dict__.pop(name)
+        if own is not None:
+            task.__dict__[name] = own
+
+
+@contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     """Use torch's deterministic algorithms inside, or raise where it has none; afterwards as before."""
     before = torch.are_deterministic_algorithms_enabled()

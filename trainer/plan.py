@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks.bus import overridden
@@ -18,10 +18,12 @@ from ..distributed.units import size_bytes
 from ..strategies.scheduler import planned_length
 from .advice import is_too_short, likely_mistakes
 from .loop import refuse_empty_pass
+from .memory import built_on_meta, plan_memory, read_memory_options
+from .modes import attribute_set
 from .optimization import SchedulerConfig
 from .plan_report import Plan
 from .run import Run, Training
-from .setup import prepare_training, start_run
+from .setup import build_model, overrides, prepare_training, start_run
 from .task import Task
 
 if TYPE_CHECKING:
@@ -31,8 +33,23 @@ MOST_BATCHES = 200_000
 """Micro-batches that a plan walks through; of a longer run it tells the beginning."""
 
 
-def make_plan(trainer: Trainer, task: Task, train: Any, val: Any) -> Plan:
-    """Work out what `trainer.fit(task, train, val)` will do. Nothing is trained, moved or written."""
+def make_plan(
+    trainer: Trainer, task: Task, train: Any, val: Any, world_size: int | None, device_memory: int | str | None
+) -> Plan:
+    """Work out what `trainer.fit(task, train, val)` will do. Nothing is trained, moved or written. Collective once the
+    processes have joined each other.
+
+    Args:
+        trainer: whose run it is.
+        task, train, val: as `fit` takes them.
+        world_size, device_memory: as `Trainer.plan` takes them; with one of them the plan tells of memory.
+    Raises:
+        ConfigError, TaskError, DataError: as `fit` would.
+    """
+    wanted = read_memory_options(world_size, device_memory)
+    notes: list[str] = []
+    if any(wanted):
+        task, notes = _with_model(task)
     run = start_run(trainer, task, "train")
     with _captured_warnings() as caught, _belonging_to(trainer, task):
         training = prepare_training(run, trainer.settings, train, val)
@@ -53,7 +70,25 @@ def make_plan(trainer: Trainer, task: Task, train: Any, val: Any) -> Plan:
         with _rates_put_back(training):
             _walk(plan, run, training, schedules)
     _look_for_mistakes(plan, run, training)
+    if any(wanted):
+        with _belonging_to(trainer, task):
+            plan.memory = plan_memory(run, training, *wanted, takes_batch=not isinstance(train, Iterator))
+        plan.memory.notes += notes
     return plan
+
+
+def _with_model(task: Task) -> tuple[Task, list[str]]:
+    """A task whose model is there but takes no memory: a copy, where it builds it late. With what went wrong."""
+    if task.__dict__.get("_is_configured", False) or not overrides(task, "configure_model"):
+        return task, []
+
+    def build() -> Task:
+        late = copy.deepcopy(task)
+        build_model(late)
+        return late
+
+    late, note = built_on_meta(build, "configure_model")
+    return (task, [note]) if late is None else (late, [])
 
 
 def _plan_without_length(plan: Plan, training: Training) -> None:
@@ -233,17 +268,9 @@ def _look_for_cut_windows(plan: Plan, training: Training) -> None:
         )
 
 
-@contextmanager
-def _belonging_to(trainer: Trainer, task: Task) -> Iterator[None]:
+def _belonging_to(trainer: Trainer, task: Task) -> AbstractContextManager[None]:
     """A context in which the task's hooks see the trainer as in `fit`."""
-    outer = task.__dict__.get("_trainer")
-    task.__dict__["_trainer"] = trainer
-    try:
-        yield
-    finally:
-        task.__dict__.pop("_trainer")
-        if outer is not None:
-            task.__dict__["_trainer"] = outer
+    return attribute_set(task, "_trainer", trainer)
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .memory_report import MemoryPlan
+
 _TITLES = {"log": "Log", "validation": "Validation"}
 """What is not called by its own name in the report."""
 
@@ -41,10 +43,13 @@ class Plan:
     """What a file of weights will hold: tensors, elements, bytes."""
     warnings: list[str] = field(default_factory=list)
     """What looks wrong."""
+    memory: MemoryPlan | None = None
+    """What each strategy would hold in memory, where that was asked for."""
 
     def __str__(self) -> str:
         parts = (_describe_processes, _describe_length, _describe_due, _describe_rest)
-        return "\n".join(line for part in parts for line in part(self))
+        lines = [line for part in parts for line in part(self)]
+        return "\n".join(lines if self.memory is None else [*lines, str(self.memory)])
 
 
 def _describe_processes(plan: Plan) -> list[str]:

@@ -138,7 +138,7 @@ class Preparation:
             scheduler,
             own or self.optimizers,
             self.strategy.gradient_state,
-            steps_per_call=self.strategy.process.num_processes if is_scaled else 1,
+            steps_per_call=self.strategy.data_share.num_processes if is_scaled else 1,
             step_with_optimizer=self._step_with_optimizer,
         )
         return _add(self.schedulers, gated)

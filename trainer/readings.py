@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..callbacks.bus import Event
 from ..callbacks.limits import Limits
 from ..callbacks.state import RunState
 from ..distributed.errors import ConfigError
+from ..distributed.exchange import exchange
 from ..distributed.process import ProcessState
+from ..distributed.shares import DataShare
 from ..strategies.optimizer import GatedOptimizer
 from ..strategies.strategy import Strategy
 from .accelerator import Accelerator
@@ -42,6 +46,11 @@ class RunReadings:
         return self.accelerator.process
 
     @property
+    def data_share(self) -> DataShare:
+        """Which share of the data this process gets."""
+        return self.accelerator.strategy.data_share
+
+    @property
     def strategy(self) -> Strategy:
         """How a step is carried out."""
         return self.accelerator.strategy
@@ -67,6 +76,10 @@ class RunReadings:
     def run_id(self) -> str:
         """What tells this run from others, over all its legs."""
         return self._newest("run_id").saves.run_id
+
+    def handles(self, event: Event) -> bool:
+        """Whether a callback or a function handles an event of this run, such as `Callback.on_stop`. Local."""
+        return self._newest("handles").events[event] is not None
 
     @property
     def signal(self) -> str | None:
@@ -193,6 +206,57 @@ class RunReadings:
         if run.training is None:
             raise ConfigError("trainer.training_batches outside of fit: there is no training data.")
         return batches_again(run, run.training)
+
+    @contextmanager
+    def training_passes(self) -> Iterator[Callable[[Any, int], Any]]:
+        """A context that gives the task's `training_step` for forward passes alone, in the run's precision. Fires no
+        event. Collective where each process has a part of the weights: in it, for each batch, and at its end.
+        """
+        run = self._newest("training_passes")
+        if run.training is None:
+            raise ConfigError("trainer.training_passes before the first fit: there is no training to do a step of.")
+        through = run.strategy.evaluation_method(run.model, "training_step")
+        yield bind_step(run.task.training_step, run.precision, through)
+        run.strategy.finish_evaluation()
+
+    @property
+    def has_whole_model(self) -> bool:
+        """Whether this process has all of the model, so that it can compute and save without the others."""
+        return self.strategy.can_save_alone
+
+    @property
+    def shows_weights(self) -> bool:
+        """Whether parameters have their values (this process's part, where they are sharded) between two passes."""
+        return self.strategy.shows_weights
+
+    def whole_shapes(self) -> AbstractContextManager[Any]:
+        """A context in which the task's parameters have their whole shapes, and not always values. Local."""
+        return self.strategy.whole_shapes(self.unwrapped_model())
+
+    def once_agreed(self, act: Callable[[], None]) -> None:
+        """Call a function behind `on_before_step`, if no callback of any process drops the step: then all processes
+        call theirs, which may be collective. For use in `on_before_step`.
+        """
+        training = self._newest("once_agreed").training
+        if training is None:
+            raise ConfigError("trainer.once_agreed outside of fit: there is no step to agree on.")
+        training.agreed.append(act)
+
+    def gradient_norms(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> list[Tensor | None]:
+        """The norm of each parameter's gradient, a scalar on its device; None for one without a gradient. Collective
+        where each process has a part of the gradients.
+        """
+        return self.strategy.gradient_norms(parameters, norm_type)
+
+    def nonfinite_weight(self) -> str | None:
+        """The name of the first weight that can't be right, None when all are finite. Collective where each process
+        has a part of the weights, unless an exception is ending the run.
+        """
+        run = self._newest("nonfinite_weight")
+        own = self.strategy.nonfinite_weight(run.model)
+        if self.strategy.can_save_alone or self.error is not None:
+            return own
+        return next((name for name in exchange(own, "looking at the weights") if name is not None), None)
 
     def unwrapped_model(self) -> nn.Module:
         """The task without what strategy and compiler put around it."""

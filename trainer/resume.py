@@ -14,6 +14,7 @@ from ..callbacks.callback import Callback
 from ..checkpoint.finding import best, newest
 from ..checkpoint.lineage import as_parent
 from ..checkpoint.reading import Checkpoint, open_checkpoint
+from ..checkpoint.shards import SUFFIX, listed
 from ..distributed.errors import CheckpointError, ConfigError, LoopwrightError
 from ..distributed.exchange import exchange
 from ..distributed.launched import Launch
@@ -66,6 +67,11 @@ class Resumption:
         restore_log(run.training_log, [tree["log"] for tree in self.logged], run.task, run.device)
         if run.training_log.exchange is not None and self.logged:
             run.training_log.exchange.load_state_dict(self.logged[0]["seen"])
+
+    def restore_inside(self, run: Run) -> None:
+        """Put back what belongs inside of the epoch: what was logged in it, and the random states. Local."""
+        self.restore_log(run)
+        self.restore_random(run)
 
     def restore_gradients(self, run: Run) -> None:
         """Put back the gradients that wait for a step. Local."""
@@ -182,8 +188,22 @@ def _look(resume_from: str | Path | Launch, folders: Sequence[Path]) -> Checkpoi
     for folder in folders:
         if (found := newest(folder)) is not None:
             return found
-    logger.warning("resume_from='latest': no checkpoint in %s. The run begins anew.", _listed(folders))
+    where, hint = _listed(folders), _hint_at_weights(folders)
+    logger.warning("resume_from='latest': no checkpoint in %s. The run begins anew.%s", where, hint)
     return None
+
+
+def _hint_at_weights(folders: Sequence[Path]) -> str:
+    """What to say of weights that lie where checkpoints are looked for."""
+    files = [path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))]
+    if not files:
+        return ""
+    likely = next((path for path in files if path.stem == "last"), files[-1])
+    return (
+        f" There are weights alone: {listed([path.name for path in files])}. No run can go on from them; one can start "
+        f"with them: load_weights(task, {str(likely)!r}) before fit, or load_weights(self, ...) in the task's "
+        "__init__. ModelCheckpoint() without save_weights_only keeps what a run can go on from."
+    )
 
 
 def _look_for_launch(launch: Launch, folders: Sequence[Path]) -> Checkpoint | None:
@@ -214,17 +234,18 @@ def restore(run: Run, training: Training, resumption: Resumption) -> None:
         CheckpointError: the checkpoint belongs to another model, or to other optimizers or schedulers.
     """
     checkpoint = resumption.checkpoint
-    tree = migrated(checkpoint.tree(states.COMMON), checkpoint.path)
-    checkpoint.load_weights_into(run.strategy.unwrap(run.model))
+    tree = migrated(states.read_common_tree(checkpoint, run.trainer.callbacks), checkpoint.path)
+    with run.strategy.writing_weights(run.model):
+        checkpoint.load_weights_into(run.strategy.unwrap(run.model))
     states.restore_frozen(run.task, tree["frozen"])
     states.restore_counters(run, tree)
     resumption.inexact += states.restore_callbacks(run.trainer.callbacks, tree["callbacks"])
     run.emit(Callback.on_load_state, tree)
-    states.restore_optimizers(run, training.optimizers, checkpoint.tree(states.OPTIMIZERS))
+    states.restore_optimizers(run, training.optimizers, checkpoint.stored_tree(states.OPTIMIZERS))
     states.restore_training(run, training, tree)
     run.trackers.load_state_dict(tree["trackers"])
     _restore_processes(run, training, resumption)
-    training.begin_schedules(run.state)
+    training.begin_schedules(run.state, tree["due_since"])
     for function in run.trainer.functions:
         function.reset(run.state)
     if run.trainer.settings.overfit_batches is not None:
@@ -236,31 +257,56 @@ def restore(run: Run, training: Training, resumption: Resumption) -> None:
 
 def _restore_processes(run: Run, training: Training, resumption: Resumption) -> None:
     """What each process had of its own; where their number has changed, each one's share of it."""
-    checkpoint, process = resumption.checkpoint, run.trainer.process
-    index, count, before = process.process_index, process.num_processes, checkpoint.manifest.world_size
-    names = [states.process_tree_name(each) for each in range(before)]
-    names = [name for name in names if name in checkpoint.tree_names]
-    trees = [checkpoint.tree(name) for name in names[index::count]]
-    first = checkpoint.tree(names[0])
-    same = before == count and len(names) == count
-    own = trees[0] if same else None
+    found = _find_trees(resumption.checkpoint, run)
+    own = found.own
     resumption.random = None if own is None else own["random"]
     resumption.gradients = {} if own is None else own["gradients"]
-    resumption.logged = trees
+    resumption.logged = found.logged
     resumption.restore_log(run)
     if run.agreement is not None:
-        run.agreement.had_loss = any(tree["had_loss"] for tree in trees)
+        run.agreement.had_loss = any(tree["had_loss"] for tree in found.logged)
     if own is not None:
         run.strategy.load_process_state(run.model, training.optimizers, own["strategy"])
     else:
+        before, count = resumption.checkpoint.manifest.world_size, run.trainer.process.num_processes
         resumption.inexact.append(
-            f"{before} processes trained so far, of which the states of {len(names)} were saved, and {count} go on: "
+            f"{before} processes trained so far, of which the states of {found.num_saved} were saved, and {count} go on"
+            f"{' in another mesh' if before == count == found.num_saved else ''}: "
             "the weights, the optimizer and the counters are the same, and each sample of the epoch is seen once; "
             "random numbers and the samples of a batch are others"
         )
-    resumption.inexact += training.resume_data(run.state, (own or first)["data"])
-    training.resume_validation((own or first)["validation"])
+    resumption.inexact += training.resume_data(run.state, found.first["data"])
+    training.resume_validation(found.first["validation"])
     resumption.is_inside_epoch = run.state.batch > 0 or run.state.epoch_ended
+
+
+@dataclass(frozen=True, slots=True)
+class _Trees:
+    """What a checkpoint has of its processes, as this one needs it."""
+
+    num_saved: int
+    own: dict[str, Any] | None
+    """That of this process; None where the earlier leg had other processes."""
+    first: dict[str, Any]
+    """Its own, or that of the first one."""
+    logged: Sequence[dict[str, Any]]
+    """Those whose logged values this process goes on with."""
+
+
+def _find_trees(checkpoint: Checkpoint, run: Run) -> _Trees:
+    index, count = run.trainer.process.process_index, run.trainer.process.num_processes
+    before, share = checkpoint.manifest.world_size, run.strategy.data_share
+    named = {number: states.process_tree_name(number) for number in range(before)}
+    names = {number: name for number, name in named.items() if name in checkpoint.tree_names}
+    first = checkpoint.tree(next(iter(names.values())))
+    kept = first.get("share", {"peers": 1, "twins": 1})
+    if before == len(names) == count and kept == {"peers": share.num_peers, "twins": share.num_twins}:
+        own = checkpoint.tree(names[index])
+        return _Trees(len(names), own, own, [own])
+    # Twins have logged the same: of the earlier ones the first counts, and those of now get the same.
+    counted = [name for number, name in names.items() if number % kept["twins"] == 0]
+    shared = counted[index // share.num_twins :: share.num_losses]
+    return _Trees(len(names), None, first, [checkpoint.tree(name) for name in shared])
 
 
 def tell(run: Run, resumption: Resumption) -> None:

@@ -54,6 +54,8 @@ class Flag:
     """Its steps return mean losses."""
     DEVICE_COUNT = 1 << 10
     """Its count is on the device, where it has to be added up."""
+    DONE = 1 << 11
+    """It has no batch of an evaluation left."""
 
 
 NOTHING = 0

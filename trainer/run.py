@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("loopwright")
 
+WINDOW = ("batch", "micro_step", "samples", "tokens", "step", "skipped_steps", "epoch")
+"""The counters that a window moves on."""
+
 
 @dataclass(slots=True)
 class EvaluationData:
@@ -51,7 +54,11 @@ class EvaluationData:
     limits: list[int | None]
     """Batches that this process takes of each, None: all."""
     process_index: int = 0
+    """Which share of each this process gets."""
     num_processes: int = 1
+    """How many shares there are."""
+    is_first_peer: bool = True
+    """Whether it is the first of those that get the same batches."""
 
     def number_of(self, index: int) -> int:
         """The number of this process's batch in its loader, counted over all processes."""
@@ -117,10 +124,18 @@ class Training:
     """Whether a validation came due that is not finished."""
     passes: int = 0
     """Micro-batches of the newest window that went backward here, or were sat out."""
+    agreed: list[Callable[[], None]] = field(default_factory=list)
+    """What callbacks do once it is certain on all processes that the step is applied."""
     is_stepping: bool = False
     """Whether the optimizer's step goes on, which leaves weights half done if it fails."""
-    opened_at: tuple[int, int, int, int] | None = None
-    """Where the open window began: batch, micro-step, samples and tokens. None at a boundary."""
+    began_at: tuple[int, ...] = ()
+    """The counters of `WINDOW` where the newest window began."""
+    opened_at: tuple[int, ...] | None = None
+    """The same of the open window; None at a boundary."""
+    is_last_window: bool = False
+    """Whether the newest window is the last of its pass."""
+    is_served: bool = True
+    """Whether everything was done that came due at the newest boundary."""
     data_position: Mapping[str, Any] | None = None
     """Where the data was at the run's end, once its loader was let go."""
     held_positions: Mapping[str, Any] | None = None
@@ -128,7 +143,9 @@ class Training:
     logged_at: int = -1
     """The micro-step of the newest step record."""
     last_values: dict[str, Any] = field(default_factory=dict)
-    """What the newest window logged, where the run's last step is to be recorded."""
+    """What the newest window of an epoch logged, where the run's last step is to be recorded."""
+    last_values_at: int = -1
+    """The micro-step at which these were taken."""
     step_schedulers: list[SchedulerConfig] = field(init=False)
     epoch_schedulers: list[SchedulerConfig] = field(init=False)
 
@@ -136,8 +153,12 @@ class Training:
         self.step_schedulers = [rate for rate in self.schedulers if rate.interval == "step"]
         self.epoch_schedulers = [rate for rate in self.schedulers if rate.interval == "epoch"]
 
-    def begin_schedules(self, state: RunState) -> None:
-        """Let intervals count from the counters as they are now."""
+    def begin_schedules(self, state: RunState, due_since: Mapping[str, int] | None) -> None:
+        """Let intervals count from the counters as they are now, or from those that `due_since` gave."""
+        if due_since is not None:
+            self.is_served, self.began_at = False, tuple(due_since[name] for name in WINDOW)
+            earlier: dict[str, Any] = {"epoch_ended": False, **due_since}
+            state = replace(state, **earlier)
         self.log_schedule = Schedule(self.log_schedule.interval, state)
         self.val_schedule = Schedule(self.val_schedule.interval, state)
 
@@ -145,7 +166,8 @@ class Training:
         """Where the data stands at the newest boundary, as `PreparedLoader.resume` takes it."""
         if self.data_position is not None:
             return self.data_position
-        return self.loader.position(self.boundary(state)["batch"], epoch=state.epoch)
+        boundary = self.boundary(state)
+        return self.loader.position(boundary["batch"], epoch=boundary["epoch"])
 
     def validation_positions(self) -> Mapping[str, Any]:
         """Where the loaders of the validation stand between its passes, by their suffixes."""
@@ -171,8 +193,14 @@ class Training:
         """The counters at the newest boundary: a window that is open since then will be trained again."""
         counters = state.counters()
         if self.opened_at is not None:
-            counters |= zip(("batch", "micro_step", "samples", "tokens"), self.opened_at, strict=True)
+            counters |= zip(WINDOW, self.opened_at, strict=True)
         return counters
+
+    def due_since(self, state: RunState) -> dict[str, int] | None:
+        """The counters of the boundary before the newest one, where what came due at that is still to be done."""
+        if self.opened_at is not None or self.is_served:
+            return None
+        return state.counters() | dict(zip(WINDOW, self.began_at, strict=True))
 
     def has_validated(self, state: RunState) -> bool:
         """Whether the weights as they are now were validated: nothing was trained since, or an open window has no step.
@@ -307,6 +335,21 @@ class Run:
         return self.stop_reason is not None if self.agreement is None else self.agreement.consensus.stops
 
     @property
+    def has_ended_epoch(self) -> bool:
+        """Whether the newest boundary is the last of its epoch, also where the run ends before that was noted."""
+        training = self.training
+        if self.state.epoch_ended or training is None or training.opened_at is not None or training.is_served:
+            return self.state.epoch_ended
+        if training.began_at[-1] != self.state.epoch:
+            return False
+        return training.is_last_window or (self.agreement is not None and self.agreement.consensus.ends_pass)
+
+    @property
+    def is_inside_epoch(self) -> bool:
+        """Whether the run goes on inside an epoch of the leg before, and has not done so yet."""
+        return self.resumption is not None and self.resumption.is_inside_epoch
+
+    @property
     def ends_pass(self) -> bool:
         """Whether no further window of this pass is trained."""
         return self.is_stopping or (self.agreement is not None and self.agreement.consensus.ends_pass)
@@ -338,8 +381,8 @@ class Run:
             start: fired first.
             end: fired last; also when `start` or the body raises.
             end_values: gives the values of the end event.
-            holds_stop: with several processes, `StopRun` out of the start event only asks for the end of the run, which
-                the body agrees on with the others.
+            holds_stop: with several processes, `StopRun` out of the start event only asks for the end of the run, and
+                is `held` for the body, which agrees on it with the others.
         """
         return Paired(self, start, end, end_values, holds_stop and self.agreement is not None)
 
@@ -376,19 +419,21 @@ class Run:
 class Paired:
     """What `Run.paired` gives. No generator: that would make a RuntimeError of a callback's StopIteration."""
 
-    __slots__ = ("_end", "_end_values", "_holds_stop", "_run", "_start")
+    __slots__ = ("_end", "_end_values", "_holds_stop", "_run", "_start", "held")
 
     def __init__(
         self, run: Run, start: Event, end: Event, end_values: Callable[[], Sequence[Any]], holds_stop: bool
     ) -> None:
         self._run, self._start, self._end, self._end_values = run, start, end, end_values
         self._holds_stop = holds_stop
+        self.held: StopRun | None = None
 
     def __enter__(self) -> None:
         try:
             self._run.emit(self._start)
         except BaseException as error:
             if self._holds_stop and isinstance(error, StopRun):
+                self.held = error
                 self._run.heed(error)
                 return
             self._end_despite(error)

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from ..callbacks.callback import Callback, StopRun
 from ..checkpoint.contents import Contents
 from ..checkpoint.manifest import Facts
-from ..checkpoint.names import plain_names
 from ..checkpoint.saving import PendingSave, save_checkpoint, start_saving
 from ..distributed.errors import CheckpointError, ConfigError
 from ..distributed.launched import find_launch
 from . import states
 from .showing import show_training_weights
+from .state_methods import by_plain_names
 
 if TYPE_CHECKING:
     from .run import Run, Training
@@ -186,12 +186,11 @@ def _contents(run: Run, training: Training) -> Contents:
     process = run.trainer.process
     weights = run.strategy.model_state(run.model)
     common, optimizers = states.common_tree(run, training), states.optimizers_tree(run, training)
-    trees: dict[str, Any] = {states.process_tree_name(process.process_index): states.process_tree(run, training)}
-    if not process.is_main_process:
-        return Contents(trees=trees)
-    names = plain_names(run.strategy.unwrap(run.model), weights)
-    trees |= {states.COMMON: common, states.OPTIMIZERS: optimizers}
-    return Contents(trees=trees, weights={"model": {names[name]: value for name, value in weights.items()}})
+    return Contents(
+        trees={states.process_tree_name(process.process_index): states.process_tree(run, training)},
+        shared_trees={states.COMMON: common, states.OPTIMIZERS: optimizers},
+        weights={"model": by_plain_names(run.strategy.unwrap(run.model), weights)},
+    )
 
 
 def _identity(run: Run) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class RunSaving(RunReadings):
     _next_resume: str | Path | None = None
     """What `load_state` was given."""
 
-    def save_model(self, path: str | Path) -> Path:
+    def save_model(self, path: str | Path, *, metadata: Mapping[str, str] | None = None) -> Path:
         """Write the task's weights as safetensors, whole or not at all, on the main process. Collective where each
         process has a part of them, else local.
 
@@ -42,6 +42,7 @@ class RunSaving(RunReadings):
 
         Args:
             path: of the file, or of a folder that gets `model.safetensors`.
+            metadata: texts that stand in the file beside the weights.
         Returns:
             The file's path.
         Raises:
@@ -53,7 +54,8 @@ class RunSaving(RunReadings):
             )
         with nullcontext() if self._run is None else showing_weights(self._run):
             state = plain_state(self.strategy, self._newest("save_model").model)
-            return write_weights(state, path) if self.process.is_main_process else weights_file(path)
+            is_main = self.process.is_main_process
+            return write_weights(state, path, metadata=metadata) if is_main else weights_file(path)
 
     def save_state(
         self, path: str | Path, *, scores: Sequence[Mapping[str, Any]] = (), asynchronous: bool | None = None

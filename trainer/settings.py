@@ -13,6 +13,7 @@ from ..callbacks.limits import Limits
 from ..data.window import Remainder
 from ..distributed.errors import ConfigError, check_boolean, check_integer, suggest
 from ..distributed.random import check_seed
+from ..strategies.compiling import Compiling
 from ..strategies.gradient_state import check_num_steps
 from .loaders import read_batch_limits
 
@@ -32,7 +33,7 @@ class Settings:
     batch_limits: Mapping[str, int | float]
     overfit_batches: int | None
     is_fast_dev_run: bool = False
-    compiles: bool
+    compiling: Compiling | None
     seed: int | None
     is_deterministic: bool
     project_dir: Path
@@ -59,7 +60,6 @@ class Settings:
                 )
         if self.seed is not None:
             check_seed(self.seed)
-        check_boolean("compile", self.compiles)
         check_boolean("deterministic", self.is_deterministic)
         if self.name is not None:
             _check_name(self.name)

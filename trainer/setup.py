@@ -18,6 +18,7 @@ from ..data.configuration import DataLoaderConfiguration
 from ..data.loader import PreparedLoader
 from ..distributed.errors import ConfigError, DataError, TaskError
 from ..distributed.random import set_seed
+from ..strategies.compiling import Compiling, compile_parts
 from .evaluation import Stage
 from .loaders import batches_allowed, evaluation_data, first_batches, training_loader
 from .loop import announce_step
@@ -86,7 +87,7 @@ def place(run: Run, training: Training) -> None:
     if run.agreement is not None:
         run.agreement.begin_fit(is_manual=not training.is_automatic)
         # The weights are equal by now; dropout and augmentation are to differ.
-        set_seed((run.agreement.seed + run.trainer.process.process_index) % 2**32)
+        set_seed((run.agreement.seed + run.strategy.data_share.process_index) % 2**32)
     preparation = run.trainer.accelerator.preparation
     preparation.optimizers.clear()
     training.gated = [preparation.optimizer(optimizer) for optimizer in training.optimizers]
@@ -94,15 +95,17 @@ def place(run: Run, training: Training) -> None:
         gated.before_step = partial(_is_applied, run)
 
 
-def build_model(task: Task, compiles: bool) -> None:
-    """Let the task build what it left for later, once, and compile its modules."""
+def build_model(task: Task, compiling: Compiling | None = None) -> None:
+    """Let the task build what it left for later, once, and compile what is to be compiled.
+
+    Raises:
+        ConfigError: there is nothing that could be compiled so.
+    """
     if not task.__dict__.get("_is_configured", False):
         task.configure_model()
         task.__dict__["_is_configured"] = True
-    if compiles:
-        for module in task.children():
-            if module._compiled_call_impl is None:
-                module.compile()
+    if compiling is not None:
+        compile_parts(task, compiling)
 
 
 def prepare_training(run: Run, settings: Settings, train: Any, val: Any) -> Training:
@@ -120,8 +123,10 @@ def prepare_training(run: Run, settings: Settings, train: Any, val: Any) -> Trai
     num_batches = _epoch_length(loader, limit)
     _check_epoch(settings, num_batches, validation)
     check_hooks(task, settings, validation)
-    build_model(task, settings.compiles)
-    found = configure(task)
+    with run.strategy.building():
+        build_model(task, settings.compiling)
+    with run.strategy.whole_shapes(task):
+        found = configure(task)
     run.state.batches_per_epoch = num_batches
     return _training(run, settings, loader, limit, num_batches, validation, found)
 
@@ -282,6 +287,6 @@ def prepare_evaluation(run: Run, settings: Settings, stage: Stage, data: Any) ->
         raise DataError(f"there is no {stage.name} data. Pass it, or give the task a {short}_dataloader().")
     configuration = _seeding(run.trainer.accelerator.dataloader_config)
     found = evaluation_data(data, stage.name, settings.batch_limits.get(short), run.strategy, configuration)
-    build_model(task, settings.compiles)
+    build_model(task, settings.compiling)
     run.model, _ = run.strategy.setup(task, [], None)
     return found

@@ -38,7 +38,8 @@ def ending_on_signals(run: Run) -> Iterator[None]:
             return
         name = signal.Signals(number).name
         received.append(name)
-        run.note_signal(name)
+        if run.signal is None:  # the first stands: after its warning SLURM sends SIGTERM, at the limit or to requeue
+            run.note_signal(name)
         run.stop(f"{name}: the process was asked to end")
 
     numbers = _free_signals(run)

@@ -61,7 +61,8 @@ class StateMethods:
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's full state by name; without `unwrap` with the names of what was put around it. Collective."""
-        return self.strategy.model_state(model) if unwrap else model.state_dict()
+        is_whole = unwrap or not self.strategy.can_save_alone
+        return self.strategy.whole_model_state(model) if is_whole else model.state_dict()
 
     def save_model(
         self,
@@ -122,8 +123,12 @@ class StateMethods:
 
 def plain_state(strategy: Strategy, model: nn.Module) -> dict[str, Any]:
     """A model's full state by plain names, without those of wrappers. Collective."""
-    state = strategy.model_state(model)
-    names = plain_names(strategy.unwrap(model), state)
+    return by_plain_names(strategy.unwrap(model), strategy.whole_model_state(model))
+
+
+def by_plain_names(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's state without the names of wrappers. Local."""
+    names = plain_names(model, state)
     return {names[name]: value for name, value in state.items()}
 
 

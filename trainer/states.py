@@ -16,6 +16,9 @@ from torch.optim import Optimizer
 from ..callbacks.callback import Callback
 from ..callbacks.order import state_keys
 from ..callbacks.state import COUNTERS
+from ..checkpoint.reading import Checkpoint
+from ..checkpoint.sharded import local_part, part_like
+from ..checkpoint.stored import read_all
 from ..distributed.errors import CheckpointError
 from ..distributed.random import random_tree
 from ..strategies.optimizer import parameters_of
@@ -49,8 +52,9 @@ def common_tree(run: Run, training: Training) -> dict[str, Any]:
     tree = {
         "version": VERSION,
         "progress": progress_of(run, training),
-        "epoch_ended": run.state.epoch_ended,
+        "epoch_ended": run.has_ended_epoch,
         "validation_due": training.validation_due,
+        "due_since": training.due_since(run.state),
         "schedulers": [
             {"kind": type(rate.scheduler).__name__, "state": rate.scheduler.state_dict(), "seen_at": rate.seen_at}
             for rate in training.schedulers
@@ -64,6 +68,7 @@ def common_tree(run: Run, training: Training) -> dict[str, Any]:
             "values": dict(run.trainer.metrics),
             "updated": dict(run.updated),
             "last_values": training.last_values,
+            "last_values_at": training.last_values_at,
             "validated_at": training.validated_at,
             "logged_at": training.logged_at,
         },
@@ -95,8 +100,9 @@ def optimizers_tree(run: Run, training: Training) -> list[dict[str, Any]]:
 
 def process_tree(run: Run, training: Training) -> dict[str, Any]:
     """What is this process's own. Local."""
-    agreement = run.agreement
+    agreement, share = run.agreement, run.strategy.data_share
     return {
+        "share": {"peers": share.num_peers, "twins": share.num_twins},
         "random": random_tree(run.device),
         "data": training.position(run.state),
         "validation": training.validation_positions(),
@@ -117,14 +123,14 @@ def pending_gradients(run: Run, training: Training) -> dict[str, Tensor]:
         return {}
     wanted = {id(parameter) for optimizer in waiting for parameter in parameters_of(optimizer)}
     named = run.task.named_parameters()
-    return {name: p.grad for name, p in named if id(p) in wanted and p.grad is not None}
+    return {name: local_part(p.grad) for name, p in named if id(p) in wanted and p.grad is not None}
 
 
 def restore_gradients(task: nn.Module, gradients: Mapping[str, Tensor]) -> None:
     """Put back what `pending_gradients` gave. Local."""
     for name, parameter in task.named_parameters():
         if name in gradients:
-            parameter.grad = gradients[name].to(parameter.device)
+            parameter.grad = part_like(parameter, gradients[name])
 
 
 def restore_counters(run: Run, tree: Mapping[str, Any]) -> None:
@@ -141,7 +147,7 @@ def restore_training(run: Run, training: Training, tree: Mapping[str, Any]) -> N
     metrics, loss = tree["metrics"], tree["loss"]
     run.trainer.metrics.update(metrics["values"])
     run.updated.update(metrics["updated"])
-    training.last_values = dict(metrics["last_values"])
+    training.last_values, training.last_values_at = dict(metrics["last_values"]), metrics["last_values_at"]
     training.validated_at = metrics["validated_at"]
     training.logged_at = metrics["logged_at"]
     training.loss.num_none, training.loss.reference = loss["num_none"], loss["reference"]
@@ -151,6 +157,17 @@ def restore_training(run: Run, training: Training, tree: Mapping[str, Any]) -> N
     for rate, each in zip(rates, saved, strict=True):
         rate.scheduler.load_state_dict(each["state"])
         rate.seen_at = each["seen_at"]
+
+
+def read_common_tree(checkpoint: Checkpoint, callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """The tree that all processes share, read but for the states of callbacks that load from disk. Local."""
+    tree: dict[str, Any] = checkpoint.stored_tree(COMMON)
+    saved = tree.get("callbacks", {})
+    unread = [key for key, each in state_keys(callbacks).items() if each.loads_from_disk and key in saved]
+    later = {key: saved.pop(key) for key in unread}
+    read_all(tree)
+    saved |= later
+    return tree
 
 
 def restore_callbacks(callbacks: Sequence[Callback], states: Mapping[str, Any]) -> list[str]:

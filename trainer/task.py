@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..data.sizes import find_batch_size
 from ..distributed.errors import TaskError
+from ..strategies.pipeline_layers import whole_loss
 
 if TYPE_CHECKING:
     from .metrics import Reduce
@@ -68,6 +69,21 @@ class Task(nn.Module):
 
     def configure_model(self) -> None:
         """Build what is too large or too late for `__init__`. Called once, before the optimizers are configured."""
+
+    def pipeline_layers(self) -> Sequence[nn.Module]:
+        """The layers of the model in the order in which they are called, each with the one tensor that the one before
+        gave. `run_pipeline` needs them, and `strategy="pipeline"` deals them to processes.
+        """
+        raise self._missing("pipeline_layers", "run_pipeline")
+
+    def pipeline_input(self, batch: Any) -> Tensor:
+        """What the first layer takes of a batch. By default its first entry, or the batch itself if a tensor."""
+        found: Tensor = batch[0] if isinstance(batch, (tuple, list)) else batch
+        return found
+
+    def pipeline_loss(self, output: Tensor, batch: Any) -> Tensor:
+        """The mean loss of a batch, or of some of its samples, from what the last of these layers gave: a scalar."""
+        raise self._missing("pipeline_loss", "run_pipeline")
 
     def train_dataloader(self) -> Any:
         """The training batches, where `trainer.fit` is given none."""
@@ -140,6 +156,15 @@ class Task(nn.Module):
         """Record several metrics with the same options, those of `log`."""
         for name, value in metrics.items():
             self.log(name, value, **options)
+
+    def run_pipeline(self, batch: Any) -> Tensor:
+        """The mean loss of a batch that goes through `pipeline_layers` to `pipeline_loss`: what `training_step` returns
+        and validation logs, under every strategy. With `strategy="pipeline"` the layers are in several processes, all
+        of which get the same value. Collective there.
+        """
+        if self._trainer is None:
+            return whole_loss(self, batch)
+        return self._trainer.strategy.pipelined_loss(self, batch)
 
     def optimizers(self) -> Any:
         """The `GatedOptimizer`, or the list of them, for manual optimization."""

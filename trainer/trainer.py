@@ -31,6 +31,7 @@ from ..distributed.group import is_connected
 from ..distributed.launched import Launch, find_launch
 from ..distributed.process import ProcessState
 from ..distributed.random import set_seed
+from ..strategies.compiling import read_compiling
 from ..strategies.precision import Precision
 from ..strategies.strategy import Strategy
 from ..trackers.registry import create_trackers
@@ -68,8 +69,8 @@ class Trainer(RunSaving):
         max_steps: applied optimizer steps to train, or another unit: `"1M tokens"`, `"50000 samples"`.
         max_time: wall-clock time to train: `"30 min"`, seconds, or a timedelta. The first limit that is reached ends
             the run; one of the three is needed, or `fast_dev_run`.
-        strategy: how a step is carried out: a word (`"auto"`, `"single"`, `"ddp"`), a mapping with `"name"` and
-            options, or an object.
+        strategy: how a step is carried out: a word (`"auto"`, `"single"`, `"ddp"`, `"fsdp"`, `"deepspeed"`), a mapping
+            with `"name"` and options, or an object.
         devices: how many devices of each machine to use. `"auto"`: those that a launcher started processes for; without
             a launcher one, or all of this machine with a strategy for several. A script that no launcher has started
             runs itself again for each further device.
@@ -77,7 +78,9 @@ class Trainer(RunSaving):
         process_timeout: how long processes wait for one that does not come before the run fails: `"10 min"`, seconds,
             or a timedelta; by default as long as torch has it, 30 minutes, 10 with NCCL.
         precision: `"no"`, `"bf16"` or `"fp16"` (forward and backward under autocast).
-        compile: compile the task's modules by `torch.compile`; keys of the state stay as they are.
+        compile: compile the task's modules by `torch.compile`; keys of the state stay as they are. `"regional"`: the
+            layers that it repeats alone, whose code is compiled once for all of them. A mapping: `"regional"` and
+            arguments of `torch.compile`.
         accumulate: micro-batches per optimizer step.
         accumulate_across_epochs: what becomes of a window that an epoch's end cuts: `"flush"` steps on it, with its
             exact mean; `"carry"` goes on with it in the next epoch; `"drop"` leaves its batches out.
@@ -118,7 +121,7 @@ class Trainer(RunSaving):
         num_nodes: int = 1,
         process_timeout: float | str | datetime.timedelta | None = None,
         precision: str | Precision = "no",
-        compile: bool = False,
+        compile: bool | str | dict[str, Any] = False,
         accumulate: int = 1,
         accumulate_across_epochs: Remainder = "flush",
         clip_norm: float | None = None,
@@ -155,7 +158,7 @@ class Trainer(RunSaving):
             sanity_val_batches=sanity_val_batches,
             batch_limits=read_batch_limits(limit_batches),
             overfit_batches=overfit_batches,
-            compiles=compile,
+            compiling=read_compiling(compile),
             seed=seed,
             is_deterministic=deterministic,
             project_dir=Path(project_dir) if isinstance(project_dir, (str, os.PathLike)) else project_dir,
@@ -256,12 +259,31 @@ class Trainer(RunSaving):
             self._open_trackers(run)
             return predict(run, found, writer)
 
-    def plan(self, task: Task, train: Any = None, val: Any = None) -> Plan:
+    def plan(
+        self,
+        task: Task,
+        train: Any = None,
+        val: Any = None,
+        *,
+        world_size: int | None = None,
+        device_memory: int | str | None = None,
+    ) -> Plan:
         """What `fit` with these arguments will do, without doing it: `print(trainer.plan(task, train, val))`.
 
-        With several processes each makes the same plan. Collective once they have joined each other, as in `fit`.
+        With one of the last two it also says what each strategy would hold in memory, and which is the simplest that
+        fits; the model may be on the meta device then. With several processes each makes the same plan. Collective
+        once they have joined each other, as in `fit`.
+
+        Args:
+            task: what would be trained.
+            train: as `fit` takes it.
+            val: as `fit` takes it.
+            world_size: the processes that share the memory; by default those of this Trainer.
+            device_memory: what one device has: bytes, or text such as `"80GB"`.
+        Raises:
+            ConfigError, TaskError, DataError: as `fit` would.
         """
-        return make_plan(self, check_task(task), train, val)
+        return make_plan(self, check_task(task), train, val, world_size, device_memory)
 
     def _evaluate(self, task: Task, stage: Stage, data: Any) -> dict[str, float]:
         with ExitStack() as stack:

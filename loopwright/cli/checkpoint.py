@@ -86,7 +86,16 @@ def read_arguments(arguments: Sequence[str]) -> Asked:
     if not arguments or arguments[0] not in FORMS:
         given = f"{arguments[0]!r} is no command of it" if arguments else "no command is given"
         raise ConfigError(f"{given}. {suggest(arguments[0] if arguments else '', FORMS)}\n{USAGE.rstrip()}")
-    asked, form, rest = Asked(arguments[0]), FORMS[arguments[0]], list(arguments[1:])
+    return read_rest(arguments[0], FORMS[arguments[0]], arguments[1:])
+
+
+def read_rest(command: str, form: Form, arguments: Sequence[str]) -> Asked:
+    """Read what stands behind a command.
+
+    Raises:
+        ConfigError: there is no such option, a value is missing, or there are too many paths or too few.
+    """
+    asked, rest = Asked(command), list(arguments)
     while rest:
         word = rest.pop(0)
         if word == "--":

@@ -85,10 +85,10 @@ def _ancestor(ancestor: Ancestor) -> Iterator[str]:
     said = ancestor.said
     run = said.get("run") or {}
     place = f"at {ancestor.path}" if ancestor.path is not None else "no longer there"
-    yield (
-        f"resumed from {said.get('checkpoint')} (run {run.get('name')}, number {said.get('sequence')}, step "
-        f"{said.get('step')}), {place}"
-    )
+    known = {"run": run.get("name"), "number": said.get("sequence")}
+    known |= {name: said.get(name) for name in ("step", "epoch", "batch")}
+    facts = ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
+    yield f"resumed from {said.get('checkpoint')} ({facts}), {place}"
     for change in ancestor.changes:
         yield f"  {change}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
 
@@ -13,6 +14,7 @@ from ..checkpoint.weights import load_weights
 from ..distributed.atomic import whole_file
 from ..distributed.errors import CheckpointError, ConfigError
 from ..distributed.paths import free_path
+from ..trainer.memory import built_on_meta
 from ..trainer.setup import build_model
 from ..trainer.task import Task
 from ..trainer.trainer import Trainer
@@ -163,10 +165,30 @@ def save_config(text: str, directory: Path) -> Path:
 
 
 def _plan(config: ParsedConfig, options: Options) -> None:
-    task, data, trainer = config.build()
-    plan = trainer.plan(task, loader_of(data, "train"), loader_of(data, "val", is_required=False))
+    world_size, notes = _world_size(options), []
+
+    def without_memory(make: Callable[[], Any]) -> Any:
+        task, note = built_on_meta(make, "the task")
+        if task is None:
+            notes.append(note)
+        return make() if task is None else task
+
+    task, data, trainer = config.build(without_memory) if options else config.build()
+    train, val = loader_of(data, "train"), loader_of(data, "val", is_required=False)
+    plan = trainer.plan(task, train, val, world_size=world_size, device_memory=options.get("device_memory"))
+    if plan.memory is not None:
+        plan.memory.notes += notes
     if trainer.process.is_main_process:
         print(plan)
+
+
+def _world_size(options: Options) -> int | None:
+    text = options.get("world_size")
+    if text is None:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"--world-size {text}. Expected a number of processes, at least 1.")
+    return int(text)
 
 
 def _validate(config: ParsedConfig, options: Options) -> None:
@@ -196,7 +218,7 @@ def _predict(config: ParsedConfig, options: Options) -> None:
 def _load(task: Task, options: Options) -> None:
     if "weights" not in options:
         return
-    build_model(task, compiles=False)
+    build_model(task)
     try:
         load_weights(task, options["weights"])
     except CheckpointError as error:

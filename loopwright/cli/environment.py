@@ -69,6 +69,7 @@ def _launch_file() -> str:
     except ConfigError as error:
         return str(error)
     settings = {"distributed_type": file.distributed_type, **file.options}
+    settings |= {name: value for section in file.sections.values() for name, value in section.items()}
     return f"{path} ({', '.join(f'{name}: {value}' for name, value in settings.items())})"
 
 

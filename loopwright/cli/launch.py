@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,10 +10,12 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..distributed.environment import PREFIXES
 from ..distributed.errors import ConfigError, suggest
-from .launch_config import LaunchFile, find_default, read_launch_file, type_word
-from .launch_options import OPTIONS, options_help, read_launch
+from .deepspeed_machines import is_for_deepspeed, on_machines, run_deepspeed
+from .launch_config import type_word
+from .launch_merge import is_set, merged_options, note
+from .launch_options import options_help, read_launch
+from .launch_tables import OPTIONS, variables_of
 
 if TYPE_CHECKING:
     from ..distributed.launching import LaunchSettings
@@ -38,14 +39,6 @@ VISIBLE_DEVICES = {
     "sdaa": "SDAA_VISIBLE_DEVICES",
 }
 """By kind of device, the variable that says which of them a process sees."""
-_VARIABLE_OF = {
-    "cpu": "USE_CPU",
-    "mixed_precision": "MIXED_PRECISION",
-    "gradient_accumulation_steps": "GRADIENT_ACCUMULATION_STEPS",
-    "debug": "DEBUG_MODE",
-    "enable_cpu_affinity": "CPU_AFFINITY",
-}
-"""Options that reach the script as a variable of the table in `distributed/environment.py`."""
 
 
 def run_launch(arguments: Sequence[str]) -> int:
@@ -59,8 +52,10 @@ def run_launch(arguments: Sequence[str]) -> int:
     if given.asks_help:
         print(f"{USAGE}{options_help(is_for_scripts=True)}")
         return 0
-    options = merged_options(given.options)
+    options = on_machines(merged_options(given.options))
     command = _command(given.rest, options)
+    if is_for_deepspeed(options):
+        return run_deepspeed(options, given.rest, _variables(options))
     return run_processes("launch", options, command)
 
 
@@ -80,26 +75,6 @@ def run_processes(command_name: str, options: Mapping[str, Any], command: Sequen
     if outcome.text and not options.get("quiet"):
         print(f"loopwright {command_name}: {outcome.text}", file=sys.stderr)
     return outcome.exit_code
-
-
-def merged_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the command line, over those of the launch file. What is ignored is said on stderr.
-
-    Raises:
-        ConfigError: the file can't be used or asks for what is not there, or options contradict each other.
-    """
-    file = _read_file(given.get("config_file"))
-    _check_type(file, given)
-    if file.unused:
-        note(f"{file.path}: {', '.join(file.unused)} is not used here.")
-    from_file = {name: value for name, value in file.options.items() if not _is_set(name)}
-    if given.get("multi_gpu"):
-        from_file.pop("cpu", None)
-    options = {**from_file, **given}
-    if file.distributed_type not in ("NO", "MULTI_CPU") and "cpu" not in options:
-        options.setdefault("wants_devices", True)
-    _check_conflicts(options)
-    return options
 
 
 def settings_of(options: Mapping[str, Any]) -> LaunchSettings:
@@ -128,55 +103,13 @@ def settings_of(options: Mapping[str, Any]) -> LaunchSettings:
     )
 
 
-def _read_file(given: str | None) -> LaunchFile:
-    if given is not None:
-        return read_launch_file(Path(given).expanduser())
-    path = find_default()
-    if path is None:
-        return LaunchFile()
-    note(f"settings from {path}.")
-    return read_launch_file(path)
-
-
-def _check_type(file: LaunchFile, given: Mapping[str, Any]) -> None:
-    """Refuse a file for a strategy that is not there, unless the command line says to go on without it."""
-    remedy = file.absent_type()
-    if remedy is None:
-        return
-    if given.get("cpu") or given.get("multi_gpu"):
-        note(f"{file.path}: distributed_type={file.distributed_type} is not used, because of the command line.")
-        return
-    raise ConfigError(
-        f"{file.path}: distributed_type={file.distributed_type!r}: {remedy}. --multi_gpu, or --cpu, runs the script "
-        "with DDP in place of it."
-    )
-
-
-def _is_set(name: str) -> bool:
-    """Whether the environment sets an option, which then wins over the file."""
-    if name == "num_cpu_threads_per_process":
-        return "OMP_NUM_THREADS" in os.environ
-    variable = _VARIABLE_OF.get(name)
-    return variable is not None and any(os.environ.get(prefix + variable, "").strip() for prefix in PREFIXES)
-
-
-def _check_conflicts(options: Mapping[str, Any]) -> None:
-    if options.get("cpu") and options.get("multi_gpu"):
-        raise ConfigError("--cpu and --multi_gpu exclude each other. Leave one out.")
-    if options.get("module") and options.get("no_python"):
-        raise ConfigError("--module and --no_python exclude each other: a module is run by Python. Leave one out.")
-    for name in ("gradient_accumulation_steps", "num_cpu_threads_per_process"):
-        if options.get(name, 1) < 1:
-            raise ConfigError(f"{name}={options[name]}. Expected an integer >= 1.")
-
-
 def _devices(options: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
     """How many devices the processes of this machine may use, and the variable that says which; 0 on the CPU.
 
     Raises:
         ConfigError: devices are asked for that this machine has not.
     """
-    if options.get("cpu") or (_is_set("cpu") and not options.get("multi_gpu")):
+    if options.get("cpu") or (is_set("cpu") and not options.get("multi_gpu")):
         return 0, {}
     import torch
 
@@ -218,15 +151,11 @@ def _check_count(options: Mapping[str, Any], num_processes: int, number: int) ->
 
 def _variables(options: Mapping[str, Any]) -> dict[str, str]:
     """What the processes learn by their environment."""
-    found = {}
-    for name, variable in _VARIABLE_OF.items():
-        if name in options:
-            value = options[name]
-            found[f"{PREFIXES[0]}{variable}"] = str(value).lower() if OPTIONS[name].kind is bool else str(value)
+    found = variables_of(options)
     if options.get("multi_gpu"):
-        found[f"{PREFIXES[0]}USE_CPU"] = "false"
-    if "num_cpu_threads_per_process" in options:
-        found["OMP_NUM_THREADS"] = str(options["num_cpu_threads_per_process"])
+        found[OPTIONS["cpu"].variable] = "false"
+    if options.get("use_deepspeed"):
+        found["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(options.get("deepspeed_fields", ()))
     return found
 
 
@@ -298,8 +227,3 @@ def _find_module(module: str) -> ModuleSpec | None:
             return None
         places = list(found.submodule_search_locations or ())
     return found
-
-
-def note(text: str) -> None:
-    """Say on stderr what a user would not expect."""
-    print(f"loopwright: {text}", file=sys.stderr)

@@ -14,17 +14,20 @@ import yaml
 
 from ..distributed.atomic import whole_file
 from ..distributed.errors import ConfigError, suggest
-from .launch_options import OPTIONS, convert
+from .launch_options import ALIASES, absent, convert
+from .launch_tables import OPTIONS, SECTIONS
 
-TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA")
-"""What `distributed_type` can be: one process, or several on the CPU or on devices."""
+TYPES = (
+    "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA",
+    "FSDP", "DEEPSPEED",
+)  # fmt: skip
+"""What `distributed_type` can be: one process; several on the CPU or on devices; or what spreads models over them."""
+_SECTION_OF_TYPE = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
 _ABSENT_TYPES = {
-    "FSDP": "FSDP is not available in this version",
-    "DEEPSPEED": "DeepSpeed is not available in this version",
     "MEGATRON_LM": "Megatron-LM is not available",
     "XLA": "TPUs are not available in this version",
     "TPU": "TPUs are not available in this version",
-    "TP": "tensor parallelism is not available in this version",
+    "TP": "tensor parallelism is an axis of a mesh: distributed_type: FSDP, with a parallelism_config",
     "MULTI_NEURON": "Neuron devices are not available in this version",
 }
 _SAME_NAME = (
@@ -33,12 +36,12 @@ _SAME_NAME = (
     "num_cpu_threads_per_process", "max_restarts", "monitor_interval", "rdzv_conf", "role", "tee", "log_dir",
 )  # fmt: skip
 _FOR_OTHERS = (
-    "fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config", "fp8_config", "mpirun_config",
-    "dynamo_config", "dynamo_backend", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file",
-    "commands", "tpu_vm", "tpu_env", "downcast_bf16", "main_training_function",
+    "megatron_lm_config", "fp8_config", "mpirun_config", "dynamo_config", "dynamo_backend", "tpu_name", "tpu_zone",
+    "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env", "downcast_bf16",
+    "main_training_function",
 )  # fmt: skip
 """Accelerate's keys for what is not there."""
-KEYS = ("compute_environment", "distributed_type", "use_cpu", "fp16", *_SAME_NAME, *_FOR_OTHERS)
+KEYS = ("compute_environment", "distributed_type", "use_cpu", "fp16", *_SAME_NAME, *SECTIONS, *_FOR_OTHERS)
 """The keys of a launch file."""
 
 
@@ -49,11 +52,20 @@ class LaunchFile:
     path: Path | None = None
     """Where it stands; None: there is none."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Values by the names of `OPTIONS`."""
+    """Values by the names of `OPTIONS`, those of sections apart."""
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The values of each section that has some, likewise by the names of `OPTIONS`."""
     distributed_type: str = "NO"
     """One of `TYPES`, or Accelerate's word for what is not there."""
     unused: tuple[str, ...] = ()
     """Keys that ask for what is not there."""
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The sections that the file itself switches on."""
+        by_type = _SECTION_OF_TYPE.get(self.distributed_type)
+        by_itself = "parallelism_config" if "parallelism_config" in self.sections else None
+        return tuple(name for name in SECTIONS if name in (by_type, by_itself))
 
     def absent_type(self) -> str | None:
         """What to say of a `distributed_type` that is not there; None where it is one of `TYPES`."""
@@ -83,7 +95,7 @@ def read_launch_file(path: Path) -> LaunchFile:
     Raises:
         ConfigError: it is not there, can't be read, lacks `distributed_type`, or has an unknown key or a wrong value.
     """
-    keys = _read(path)
+    keys = read_keys(path)
     unknown = sorted(str(key) for key in keys if key not in KEYS)
     if unknown:
         named = ", ".join(unknown)
@@ -98,7 +110,8 @@ def read_launch_file(path: Path) -> LaunchFile:
     kind = "NO" if keys["distributed_type"] is False else str(keys["distributed_type"])  # YAML reads NO as false
     if kind not in TYPES and kind not in _ABSENT_TYPES:
         raise ConfigError(f"{path}: distributed_type={kind!r} is unknown. {suggest(kind, TYPES)}")
-    return LaunchFile(path, _options(keys, path), kind, _unused(keys))
+    sections = {name: found for name in SECTIONS if (found := _section(keys, name, path))}
+    return LaunchFile(path, _options(keys, path), sections, kind, _unused(keys))
 
 
 def write_launch_file(path: Path, keys: Mapping[str, Any]) -> None:
@@ -155,7 +168,12 @@ def _cache_folder() -> Path:
     return Path(given) if given else Path.home() / ".cache"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_keys(path: Path) -> dict[str, Any]:
+    """The keys of a launch file as they stand in it, unchecked.
+
+    Raises:
+        ConfigError: it is not there, can't be read, or is no mapping.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         keys = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
@@ -178,10 +196,38 @@ def _options(keys: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if isinstance(given.get("rdzv_conf"), dict):
         given["rdzv_conf"] = ",".join(f"{name}={value}" for name, value in given["rdzv_conf"].items())
     deepspeed = keys.get("deepspeed_config") or {}
-    if "gradient_accumulation_steps" in deepspeed:  # the one place where Accelerate's files have it
+    if isinstance(deepspeed, dict) and deepspeed.get("gradient_accumulation_steps", "auto") != "auto":
+        # The one place where Accelerate's files have it.
         given.setdefault("gradient_accumulation_steps", deepspeed["gradient_accumulation_steps"])
     assert given.keys() <= OPTIONS.keys()
     return {name: convert(name, value, f"{path}: {name}") for name, value in given.items()}
+
+
+def _section(keys: Mapping[str, Any], section: str, path: Path) -> dict[str, Any]:
+    """The options of one section; those that say nothing are left out."""
+    given = keys.get(section) or {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path}: {section} is not a mapping. Expected keys such as {list(SECTIONS[section])[1]}.")
+    found = {}
+    for key, value in given.items():
+        name = _name_in(section, str(key), f"{path}: {section}.{key}")
+        if value is None or value in ("auto", [], "") or name == "gradient_accumulation_steps":
+            continue
+        text = ",".join(map(str, value)) if isinstance(value, list) else value
+        found[name] = convert(name, text, f"{path}: {section}.{key}")
+    return found
+
+
+def _name_in(section: str, key: str, where: str) -> str:
+    """The option that a key of a section means: by its own name, in another spelling, or without the prefix."""
+    table = SECTIONS[section]
+    prefix = next(iter(table)).removeprefix("use_") + "_"
+    for spelling in (key, prefix + key):
+        name = ALIASES.get(spelling, spelling)
+        if name in table or (section == "deepspeed_config" and name == "gradient_accumulation_steps"):
+            return name
+    remedy = absent(key) or suggest(key, list(table)[1:])
+    raise ConfigError(f"{where} is not known. {remedy}")
 
 
 def _unused(keys: Mapping[str, Any]) -> tuple[str, ...]:

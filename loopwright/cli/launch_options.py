@@ -1,56 +1,15 @@
-"""The options of `loopwright launch`: one table, and the reader of a command line that holds them."""
+"""The reader of a command line that holds options of `loopwright launch`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..distributed.environment import read_boolean
 from ..distributed.errors import ConfigError, suggest
+from .launch_tables import COMMON, DEEPSPEED, FSDP, MESH, OPTIONS, section_of
 
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One option."""
-
-    kind: type
-    """bool: a switch, which takes no value; int, float or str."""
-    help: str
-    """What it does, for `--help`."""
-    words: tuple[str, ...] = ()
-    """The words that are accepted; none: any text."""
-    is_for_scripts: bool = False
-    """Whether it means something for `launch` alone, and not for the commands that run a file."""
-
-
-OPTIONS: Mapping[str, Option] = {
-    "config_file": Option(str, "a launch file, YAML or JSON, in place of the default one"),
-    "num_processes": Option(int, "processes on all machines together; default: one per accelerator device"),
-    "num_machines": Option(int, "machines that take part"),
-    "machine_rank": Option(int, "this machine's index"),
-    "main_process_ip": Option(str, "the address of machine 0"),
-    "main_process_port": Option(int, "the port where all meet; 0: a free one"),
-    "same_network": Option(bool, "accepted, and makes no difference here"),
-    "cpu": Option(bool, "stay on the CPU"),
-    "multi_gpu": Option(bool, "several processes, each on an accelerator device"),
-    "gpu_ids": Option(str, "the devices that are used, such as 0,2; or all"),
-    "mixed_precision": Option(str, "the number format of an Accelerator", ("no", "bf16", "fp16"), True),
-    "gradient_accumulation_steps": Option(int, "micro-batches per step of an Accelerator", is_for_scripts=True),
-    "num_cpu_threads_per_process": Option(int, "OMP_NUM_THREADS; default: the cores, shared evenly"),
-    "enable_cpu_affinity": Option(bool, "bind each process to cores of its own, or to those near its device"),
-    "debug": Option(bool, "show torch's reports on the launch, and set `debug` of an AcceleratorState"),
-    "quiet": Option(bool, "do not say which process failed first"),
-    "module": Option(bool, "the script is a module's name, as in python -m", is_for_scripts=True),
-    "no_python": Option(bool, "the script is a program of its own", is_for_scripts=True),
-    "rdzv_backend": Option(str, "how launchers meet: static, c10d, ..."),
-    "rdzv_conf": Option(str, "options of that, such as timeout=60,read_timeout=60"),
-    "max_restarts": Option(int, "how often all are started again after one failed"),
-    "monitor_interval": Option(float, "seconds between two looks at the processes"),
-    "role": Option(str, "torch's name for these processes"),
-    "tee": Option(str, "also into files: 0 nothing, 1 output, 2 errors, 3 both"),
-    "log_dir": Option(str, "the folder of these files"),
-}
 ALIASES = {
     "m": "module",
     "t": "tee",
@@ -61,22 +20,14 @@ ALIASES = {
     "master_port": "main_process_port",
     "accumulate": "gradient_accumulation_steps",
     "use_cpu": "cpu",
+    "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
 }
 """Other spellings: short ones, torchrun's, and those of our own."""
 
 _COMPILE = "Compile the model in the script: torch.compile(model, backend=...), or Trainer(compile=True)."
 _ABSENT_PREFIXES = {
-    "use_fsdp": "FSDP is not available in this version.",
-    "fsdp_": "FSDP is not available in this version.",
-    "use_deepspeed": "DeepSpeed is not available in this version.",
-    "deepspeed_": "DeepSpeed is not available in this version.",
-    "zero": "DeepSpeed is not available in this version.",
-    "offload_": "DeepSpeed is not available in this version.",
-    "gradient_clipping": "Clip in the script: accelerator.clip_grad_norm_, or Trainer(clip_norm=...).",
     "use_megatron_lm": "Megatron-LM is not available.",
     "megatron_lm_": "Megatron-LM is not available.",
-    "use_parallelism_config": "Meshes of several kinds of parallelism are not available in this version.",
-    "parallelism_config_": "Meshes of several kinds of parallelism are not available in this version.",
     "fp8_": "fp8 is not available in this version.",
     "dynamo_": _COMPILE,
     "tpu": "TPUs are not available in this version.",
@@ -133,6 +84,8 @@ def extract_launch(arguments: Sequence[str]) -> Given:
     while rest:
         argument = rest.pop(0)
         name, has_value, value = _split(argument) if argument.startswith("--") else ("", False, "")
+        if section_of(name) is not None:
+            raise ConfigError(f"--{name} is for scripts. A file names its strategy itself: --trainer.strategy=fsdp.")
         if name not in OPTIONS or OPTIONS[name].is_for_scripts:
             given.rest.append(argument)
             continue
@@ -160,9 +113,12 @@ def convert(name: str, value: object, where: str) -> Any:
     if option.words:
         if text.lower() == "false" and "no" in option.words:
             text = "no"  # YAML's reading of the word
-        if text.lower() not in option.words:
+        if "true" in option.words and (claim := read_boolean(text)) is not None:
+            text = str(claim)
+        word = {word.lower(): word for word in option.words}.get(text.lower())
+        if word is None:
             raise ConfigError(f"{where}: got {value!r}. {suggest(text, option.words)}{_remedy(text)}")
-        return text.lower()
+        return option.kind(word)
     if option.kind is str:
         return text
     try:
@@ -179,8 +135,13 @@ def absent(name: str) -> str | None:
 
 def options_help(*, is_for_scripts: bool) -> str:
     """The lines of the help, one per option."""
-    shown = {name: option for name, option in OPTIONS.items() if is_for_scripts or not option.is_for_scripts}
-    return "\n".join(f"  {'--' + name:<32}{option.help}" for name, option in shown.items())
+    lines = []
+    for title, table in (("", COMMON), ("FSDP", FSDP), ("DeepSpeed", DEEPSPEED), ("a mesh", MESH)):
+        shown = {name: option for name, option in table.items() if is_for_scripts or not option.is_for_scripts}
+        width = 4 + max((len(name) for name in shown), default=0)
+        lines += [f"\n{title}:"] if title and shown else []
+        lines += [f"  {'--' + name:<{max(width, 32)}}{option.help}" for name, option in shown.items()]
+    return "\n".join(lines)
 
 
 def _split(argument: str) -> tuple[str, bool, str]:
@@ -193,7 +154,7 @@ def _split(argument: str) -> tuple[str, bool, str]:
 
 def _take(name: str, value: str | None, rest: list[str]) -> Any:
     """An option's value: from behind `=`, or the next argument; a switch is true by itself."""
-    if OPTIONS[name].kind is bool:
+    if OPTIONS[name].kind is bool and OPTIONS[name].is_switch:
         return True if value is None else convert(name, value, f"--{name}")
     if value is None:
         if not rest or rest[0].startswith("--"):

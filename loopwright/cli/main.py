@@ -16,10 +16,12 @@ commands:
   validate    run the validation data through it    [--weights model.safetensors]
   test        run the test data through it          [--weights model.safetensors]
   predict     run the predict data through it       [--weights model.safetensors] [--output predictions.jsonl]
-  plan        say what fit will do, without training
+  plan        say what fit will do, without training     [--world-size 64] [--device-memory 80GB]
   verify-resume  prove that the task of FILE.yaml goes on exactly after a stop  [--steps 30] [--stops 3]
   checkpoint  show what a checkpoint holds, verify its files, or convert weights; `loopwright checkpoint --help`
+  merge-weights  write one set of weights from a checkpoint that several processes wrote  CHECKPOINT OUT
   launch      run a script in several processes; `loopwright launch --help` lists the options
+  to-fsdp2    write a launch file with FSDP version 2's options  --config_file FILE (--output_file FILE | --overwrite)
   config      ask how scripts are launched on this machine, and write that down  [--default] [--update]
   test        without a file: check that the processes of this machine work together [launch options]
   env         print versions and devices, for bug reports
@@ -34,7 +36,7 @@ A flag wins over the environment, the environment over the file. --print_config 
 """
 RUN_COMMANDS = ("fit", "validate", "test", "predict")
 CONFIG_COMMANDS = (*RUN_COMMANDS, "plan")
-COMMANDS = (*CONFIG_COMMANDS, "verify-resume", "checkpoint", "launch", "config", "env")
+COMMANDS = (*CONFIG_COMMANDS, "verify-resume", "checkpoint", "merge-weights", "launch", "config", "to-fsdp2", "env")
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -135,6 +137,10 @@ def _run(command: str, arguments: list[str]) -> int:
         from .checkpoint import run_checkpoint
 
         return run_checkpoint(arguments)
+    if command == "merge-weights":
+        from .merge_weights import run_merge_weights
+
+        return run_merge_weights(arguments)
     if command == "launch":
         from .launch import run_launch
 
@@ -147,6 +153,10 @@ def _run(command: str, arguments: list[str]) -> int:
         from .questions import run_config
 
         return run_config(arguments)
+    if command == "to-fsdp2":
+        from .to_fsdp2 import run_to_fsdp2
+
+        return run_to_fsdp2(arguments)
     if command == "env":
         from .environment import run_env
 

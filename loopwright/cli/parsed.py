@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +46,15 @@ class ParsedConfig:
         """The file that runs the same again."""
         return to_yaml(self.values)
 
-    def build(self, **overrides: Any) -> tuple[Task, Any, Trainer]:
+    def build(
+        self, make_task: Callable[[Callable[[], Any]], Any] = lambda make: make(), **overrides: Any
+    ) -> tuple[Task, Any, Trainer]:
         """The task, what the class or function of `data` gives (None without one), and the trainer.
 
         Random states are seeded by `trainer.seed` before anything is built, the task first.
 
         Args:
+            make_task: is given the function that makes the task, and returns it.
             overrides: arguments of the trainer that this command sets itself.
         Raises:
             ConfigError: the seed can't be used, or the task is no `Task`.
@@ -60,7 +63,7 @@ class ParsedConfig:
             check_seed(self.namespace.trainer.seed, "trainer.seed")
             set_seed(self.namespace.trainer.seed)
         objects = self._instantiate()
-        task = _call(objects.task)
+        task = make_task(lambda: _call(objects.task))
         if not isinstance(task, Task):
             raise ConfigError(f"task is {type(task).__name__}, which is not a subclass of loopwright.Task.")
         data = _call(objects.data) if "data" in objects else None

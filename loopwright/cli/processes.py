@@ -10,7 +10,8 @@ from typing import Any
 from ..distributed.errors import ConfigError
 from ..distributed.launched import find_place
 from .commands import check_config, run_config_command
-from .launch import merged_options, note, run_processes
+from .launch import run_processes
+from .launch_merge import merged_options, note
 from .launch_options import Given, extract_launch
 from .request import read_request
 from .scalars import is_null

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ..distributed.errors import ConfigError, suggest
-from .launch_config import default_keys, default_path, read_launch_file, type_word, write_launch_file
-from .launch_options import OPTIONS, convert
+from ..distributed.ports import DEFAULT_PORT
+from .asking import ask, fill
+from .launch_config import default_keys, default_path, read_keys, read_launch_file, type_word, write_launch_file
+from .strategy_questions import ask_strategy
 
 HELP = """\
 usage: loopwright config [default | update] [--config_file FILE] [--mixed_precision bf16]
@@ -73,15 +75,9 @@ def _updated(path: Path) -> dict[str, Any]:
     file = read_launch_file(path)
     options = dict(file.options)
     given: dict[str, Any] = {"use_cpu": options.pop("cpu")} if "cpu" in options else {}
-    return {**default_keys(), "distributed_type": file.distributed_type, **given, **options, **_kept(path, file.unused)}
-
-
-def _kept(path: Path, names: Sequence[str]) -> dict[str, Any]:
-    """The keys of a file that this version does not use, as they are."""
-    import yaml
-
-    keys = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
-    return {name: keys[name] for name in names}
+    keys = read_keys(path)
+    kept = {name: keys[name] for name in (*file.sections, *file.unused)}
+    return {**default_keys(), "distributed_type": file.distributed_type, **given, **options, **kept}
 
 
 def _ask_all(keys: dict[str, Any]) -> None:
@@ -89,27 +85,28 @@ def _ask_all(keys: dict[str, Any]) -> None:
     _ask_machines(keys)
     has_devices = not keys["use_cpu"]
     if has_devices:
-        keys["use_cpu"] = _ask("Stay on the CPU, although there are devices?", "cpu", False)
-    keys["num_processes"] = _ask("How many processes on all machines together?", "num_processes", keys["num_processes"])
+        keys["use_cpu"] = ask("Stay on the CPU, although there are devices?", "cpu", False)
+    fill(keys, "num_processes", "How many processes on all machines together?", keys["num_processes"])
     if has_devices and not keys["use_cpu"]:
-        keys["gpu_ids"] = _ask("Which devices (such as 0,2, or all)?", "gpu_ids", "all")
+        fill(keys, "gpu_ids", "Which devices (such as 0,2, or all)?", "all")
     keys["distributed_type"] = _type_of(keys)
-    keys["mixed_precision"] = _ask("Which number format (no, bf16, fp16)?", "mixed_precision", keys["mixed_precision"])
-    steps = _ask("How many micro-batches per optimizer step?", "gradient_accumulation_steps", 1, least=1)
+    if keys["num_processes"] > 1:
+        ask_strategy(keys)
+    fill(keys, "mixed_precision", "Which number format (no, bf16, fp16)?", keys["mixed_precision"])
+    steps = ask("How many micro-batches per optimizer step?", "gradient_accumulation_steps", 1, least=1)
     if steps > 1:
         keys["gradient_accumulation_steps"] = steps
-    keys["enable_cpu_affinity"] = _ask("Bind each process to cores of its own?", "enable_cpu_affinity", False)
-    keys["debug"] = _ask("Check shapes before each collective (slower)?", "debug", False)
+    fill(keys, "enable_cpu_affinity", "Bind each process to cores of its own?", False)
+    fill(keys, "debug", "Check shapes before each collective (slower)?", False)
 
 
 def _ask_machines(keys: dict[str, Any]) -> None:
-    keys["num_machines"] = _ask("How many machines?", "num_machines", 1, least=1)
-    if keys["num_machines"] == 1:
+    if fill(keys, "num_machines", "How many machines?", 1, least=1) == 1:
         return
-    keys["machine_rank"] = _ask("Which of them is this, counted from 0?", "machine_rank", 0)
-    keys["main_process_ip"] = _ask("The address of machine 0?", "main_process_ip", None)
-    keys["main_process_port"] = _ask("A free port on it?", "main_process_port", 29500, least=1)
-    keys["rdzv_backend"] = _ask("How do the launchers meet (static, c10d)?", "rdzv_backend", "static")
+    fill(keys, "machine_rank", "Which of them is this, counted from 0?", 0)
+    fill(keys, "main_process_ip", "The address of machine 0?", None)
+    fill(keys, "main_process_port", "A free port on it?", DEFAULT_PORT, least=1)
+    fill(keys, "rdzv_backend", "How do the launchers meet (static, c10d)?", "static")
     keys["num_processes"] *= keys["num_machines"]
 
 
@@ -123,42 +120,3 @@ def _type_of(keys: dict[str, Any]) -> str:
 
     kind = torch.accelerator.current_accelerator()
     return f"MULTI_{type_word(kind.type)}" if kind is not None else "MULTI_CPU"
-
-
-def _ask(question: str, name: str, default: Any, *, least: int | None = None) -> Any:
-    """One answer, as the option takes it; asked again until it can be used. Enter takes the default.
-
-    Raises:
-        ConfigError: the input has ended.
-    """
-    shown = {True: "yes", False: "no", None: ""}.get(default, default) if OPTIONS[name].kind is bool else default
-    while True:
-        text = _input(f"{question} [{'' if shown is None else shown}] ").strip()
-        if not text and default is not None:
-            return default
-        problem = _problem(text, name, least)
-        if problem is None:
-            return convert(name, text, question)
-        print(problem)
-
-
-def _problem(text: str, name: str, least: int | None) -> str | None:
-    """What is wrong with an answer; None where nothing is."""
-    if not text:
-        return "An answer is needed."
-    try:
-        value = convert(name, text, "Answer")
-    except ConfigError as error:
-        return str(error)
-    if least is not None and value < least:
-        return f"Answer: got {text!r}. Expected an integer >= {least}."
-    return None
-
-
-def _input(prompt: str) -> str:
-    try:
-        return input(prompt)
-    except EOFError as error:
-        raise ConfigError(
-            "the input ended before all questions were answered. `loopwright config --default` asks nothing."
-        ) from error

@@ -10,7 +10,7 @@ from ..distributed.errors import ConfigError
 
 OPTIONS = {
     "fit": (),
-    "plan": (),
+    "plan": ("world_size", "device_memory"),
     "validate": ("weights",),
     "test": ("weights",),
     "predict": ("weights", "output"),

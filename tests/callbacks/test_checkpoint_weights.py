@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -13,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from loopwright import Callback, MetricError, ModelCheckpoint
 from loopwright.callbacks.kept_checkpoints import KeptCheckpoints, SavedCheckpoint
+from loopwright.distributed.atomic import remove_folder
 
 from .counting import EVERY, batches, files, fit
 
@@ -178,6 +181,103 @@ def test_resume_names_files_that_are_gone(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"best.safetensors' of step 1 is gone"):
         leg(second, [3.0], 2)
     assert second.best_score == 3.0
+
+
+def killed_leg(files: ModelCheckpoint, name: str = "run") -> None:
+    """A leg that ends in its fourth step, with whole states of steps 1 and 2 and no clean-up, as after a kill."""
+    states = ModelCheckpoint(directory="states", top_k=-1, save_on_exception=False)
+    with pytest.raises(RuntimeError, match="broken batch"):
+        fit(files, [4.0, 3.0, 2.0], train=Breaking(), callbacks=[states], max_epochs=4, name=name)
+    remove_folder(Path("states/step=000003"))
+
+
+class Breaking:
+    """One batch in each of three epochs, and then one that breaks the run."""
+
+    def __init__(self) -> None:
+        self.num_passes = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.num_passes += 1
+        return iter([torch.ones(1) if self.num_passes <= 3 else -torch.ones(1)])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": -1, "filename": "{step}"},
+        {"top_k": -1, "monitor": "val/loss"},
+        {"top_k": -1, "monitor": "val/loss", "last": False},
+    ],
+)
+def test_files_of_a_killed_leg_are_written_anew(tmp_path: Path, options: dict[str, Any]) -> None:
+    def files_in(folder: str) -> ModelCheckpoint:
+        return Files(directory=folder, save_on_exception=False, **options)
+
+    killed_leg(files_in("out"))
+    before = set(files(tmp_path / "out"))
+    assert any("step=3" in name for name in before)
+    again = ModelCheckpoint(directory="states", top_k=-1)
+    # Validation gives another value than in the leg that was killed, so that the file has another name.
+    fit(files_in("out"), [2.5, 1.0], callbacks=[again], max_epochs=4, resume_from="latest")
+    fit(files_in("whole"), [4.0, 3.0, 2.5, 1.0], max_epochs=4, name="whole")
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert before != set(files(tmp_path / "out"))
+
+
+def test_files_of_a_killed_leg_whose_step_does_not_come_again_stay(tmp_path: Path) -> None:
+    by_step: dict[str, Any] = {"top_k": -1, "filename": "{step}"}
+    killed_leg(Files(directory="out", save_on_exception=False, **by_step))
+    states = ModelCheckpoint(directory="states", top_k=-1)
+    fit(Files(directory="out", **by_step), callbacks=[states], max_epochs=2, resume_from="latest")
+    assert "step=3.safetensors" in files(tmp_path / "out")
+
+
+def test_a_branch_of_a_killed_leg_leaves_its_files_alone(tmp_path: Path) -> None:
+    killed_leg(Files(directory="out", save_on_exception=False))
+    with pytest.warns(UserWarning, match=r"last.safetensors' is there already, and stays; this run writes 'last-v2"):
+        states = ModelCheckpoint(directory="branch")
+        fit(Files(directory="out"), callbacks=[states], max_epochs=4, name="branch", resume_from="states/step=000002")
+    assert files(tmp_path / "out") == {"last.safetensors": -3.0, "last-v2.safetensors": -4.0}
+
+
+def test_two_callbacks_in_one_folder_know_the_files_of_a_killed_leg_apart(tmp_path: Path) -> None:
+    def leg(train: Any, resume_from: str | None = None) -> None:
+        two = [Files(directory="out", save_on_exception=False, last=False, top_k=-1, filename="{step}") for _ in "ab"]
+        states = ModelCheckpoint(directory="states", top_k=-1, save_on_exception=False)
+        with pytest.warns(UserWarning, match=r"step=\d.safetensors' is there already, and stays; .*'step=\d-v2"):
+            fit(two[0], train=train, callbacks=[two[1], states], max_epochs=4, resume_from=resume_from)
+
+    with pytest.raises(RuntimeError, match="broken batch"):
+        leg(Breaking())
+    remove_folder(Path("states/step=000003"))
+    leg(batches(1), "latest")
+    expected = {f"step={step}{mark}.safetensors": -float(step) for step in (1, 2, 3, 4) for mark in ("", "-v2")}
+    assert files(tmp_path / "out") == expected
+
+
+def test_the_run_and_the_step_stand_in_the_metadata_of_a_file(tmp_path: Path) -> None:
+    trainer = fit(Files(directory=tmp_path / "out"), train=batches(3))
+    with safe_open(tmp_path / "out/last.safetensors", framework="pt") as file:
+        metadata = file.metadata()
+    origin = {"run": trainer.run_id, "callback": "ModelCheckpoint", "step": 3}
+    assert {**metadata, "loopwright.saved_by": json.loads(metadata["loopwright.saved_by"])} == {
+        "format": "pt",
+        "loopwright.saved_by": origin,
+    }
+
+
+def test_latest_where_weights_alone_are_says_so_and_how_to_start_with_them(caplog: pytest.LogCaptureFixture) -> None:
+    fit(Files(top_k=-1, filename="{step}"), train=batches(2), name="run")
+    with pytest.warns(UserWarning, match="is there already, and stays"):
+        trainer = fit(Files(), train=batches(2), name="run", resume_from="latest")
+    assert trainer.state.step == 2
+    assert caplog.messages[0] == (
+        "resume_from='latest': no checkpoint in 'runs/run/checkpoints'. The run begins anew. There are weights alone: "
+        "last.safetensors, step=2.safetensors. No run can go on from them; one can start with them: "
+        "load_weights(task, 'runs/run/checkpoints/last.safetensors') before fit, or load_weights(self, ...) in the "
+        "task's __init__. ModelCheckpoint() without save_weights_only keeps what a run can go on from."
+    )
 
 
 def test_a_second_fit_keeps_the_files_of_the_first(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -176,9 +175,5 @@ def test_workers_of_loaders_keep_theirs_on() -> None:
     task = Workers()
     loader = torch.utils.data.DataLoader(FromWorker(), num_workers=1, multiprocessing_context="fork")
     options: dict[str, Any] = {"sanity_val_batches": 0, "trackers": False, "progress": False}
-    handler = signal.getsignal(signal.SIGCHLD)
-    try:
-        Trainer(max_epochs=2, callbacks=[GarbageCollection(1)], **options).fit(task, loader, loader)
-    finally:
-        signal.signal(signal.SIGCHLD, handler)  # a DataLoader with workers sets one of its own
+    Trainer(max_epochs=2, callbacks=[GarbageCollection(1)], **options).fit(task, loader, loader)
     assert task.on == [1.0] * 8

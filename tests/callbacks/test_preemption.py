@@ -175,9 +175,16 @@ class TestRequeueWithAnExecutableThatStandsInForSlurm:
         fit([ModelCheckpoint(directory="three"), Preemption()])
         assert not scontrol.exists()
 
+    def test_sigterm_after_the_warning_changes_nothing(self, scontrol: Path) -> None:
+        """As at the limit of the time, where the save took longer than the warning came before it."""
+        callbacks = [Sends("SIGUSR1", 3), Sends("SIGTERM", 3, "on_save_state")]
+        assert code_of([*callbacks, ModelCheckpoint(directory="out"), Preemption()]) == 138
+        assert scontrol.read_text().splitlines() == ["out/step=000003", "requeue 4711"]
+
     def test_not_without_a_checkpoint_to_go_on_from(self, scontrol: Path) -> None:
+        saver = ModelCheckpoint("never", last=False, top_k=-1)
         with pytest.warns(UserWarning, match="the job is not requeued, since there is no checkpoint"):
-            assert code_of([Sends("SIGUSR1", 3), Preemption()]) == 138
+            assert code_of([Sends("SIGUSR1", 3), saver, Preemption()]) == 138
         assert not scontrol.exists()
 
     def test_a_failure_is_told(self, scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +199,19 @@ class TestRequeueWithAnExecutableThatStandsInForSlurm:
         monkeypatch.setenv("PATH", "/nowhere")
         with pytest.raises(ConfigError, match="no 'scontrol' on PATH"):
             fit([Preemption(requeue=True)])
+
+
+def test_a_run_that_nothing_saves_is_warned_of_when_it_begins() -> None:
+    with pytest.warns(UserWarning, match=r"Preemption: nothing will be saved when .* Add ModelCheckpoint\(\) to"):
+        fit([Preemption()])
+
+
+def test_a_function_that_saves_where_the_run_stops_is_enough(tmp_path: Path) -> None:
+    trainer = Trainer(callbacks=[Preemption(), Sends("SIGUSR1", 3)], max_epochs=1, trackers=False, progress=False)
+    trainer.on("stop", lambda trainer, task: trainer.save_state("mine"))
+    with pytest.raises(SystemExit, match="138"):
+        trainer.fit(Counting(), batches(4))
+    assert states(tmp_path) == {"mine": -3.0}
 
 
 class Forks(Callback):
@@ -234,7 +254,7 @@ def test_handlers_of_the_program_stay_and_ours_are_gone_afterwards() -> None:
     before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
     try:
         with pytest.warns(UserWarning, match="SIGUSR1: the program has a handler of its own for it, which stays"):
-            trainer, _ = fit([Sends("SIGUSR1", 3), Preemption()])
+            trainer, _ = fit([Sends("SIGUSR1", 3), ModelCheckpoint(), Preemption()])
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert (seen, trainer.signal, trainer.state.step) == ([signal.SIGUSR1], None, 8)
@@ -246,7 +266,7 @@ def test_outside_of_the_main_thread_it_says_that_it_hears_nothing() -> None:
 
     def work() -> None:
         try:
-            fit([Preemption()])
+            fit([ModelCheckpoint(), Preemption()])
         except UserWarning as error:  # an error in these tests
             texts.append(str(error))
 

@@ -158,6 +158,26 @@ def test_whole_states_are_written_once_and_known_everywhere(two_processes: Run, 
         assert first["seen"] == second["seen"]
 
 
+def _goes_on() -> tuple[list[str], list[str], str | None]:
+    for step in (3, 4):
+        files = ModelCheckpoint("1 step", top_k=-1, filename="{step}", save_weights_only=True, directory="files")
+        states = ModelCheckpoint("1 step", top_k=-1, directory="states")
+        trainer = make_trainer(files, states, max_epochs=4, max_steps=step, name="run")
+        trainer.fit(Normed(), numbers(*ONES), resume_from="latest")
+        if trainer.process.is_main_process and step == 3:
+            shutil.rmtree("states/step=000003")  # as if the run had been killed before
+        trainer.process.wait_for_everyone()
+    found = sorted(path.name for path in Path("files").iterdir() if path.name != ".claim")
+    return found, [path.path.name for path in files.kept], str(files.last_path)
+
+
+def test_files_of_a_killed_leg_are_written_anew(two_processes: Run) -> None:
+    first, second = two_processes(_goes_on)
+    assert first == second
+    assert first[0] == ["last.safetensors", *(f"step={step}.safetensors" for step in (1, 2, 3, 4))]
+    assert first[1] == [f"step={step}.safetensors" for step in (4, 3, 2, 1)]
+
+
 class Blocks(Callback):
     """Puts a file where the folder of the checkpoints is to be, on one process: nothing can be written there."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,15 +77,6 @@ class Draws(Dataset[Tensor]):
         return torch.tensor([random.random(), float(np.random.rand()), torch.rand(()).item(), normal.item()])
 
 
-@pytest.fixture
-def worker_signal() -> Iterator[None]:
-    """Torch watches its workers by SIGCHLD, from the first loader that has some until the process ends."""
-    before = signal.getsignal(signal.SIGCHLD)
-    yield
-    signal.signal(signal.SIGCHLD, before)
-
-
-@pytest.mark.usefixtures("worker_signal")
 def test_b58_workers_draw_their_own_numbers_in_each_epoch() -> None:
     class Keeps(Scalar):
         def __init__(self) -> None:

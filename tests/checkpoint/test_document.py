@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from loopwright.checkpoint.contents import Contents
 from loopwright.checkpoint.manifest import Facts, Manifest
@@ -25,12 +27,12 @@ from .test_tree import CONTAINERS, SMALL_VALUES, assert_same, random_value
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "checkpoint-format.md").read_text()
 
 
-def documented_reader() -> Any:
+def documented_reader(name: str = "read_tree") -> Any:
     code = re.search(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
     assert code is not None
     names: dict[str, Any] = {}
     exec(code[1], names)
-    return names["read_tree"]
+    return names[name]
 
 
 def has_enumerations(value: Any) -> bool:
@@ -62,6 +64,35 @@ def test_the_documented_reader_reads_every_value(tmp_path: Path) -> None:
     assert tensors["again"] is tensors["base"]
     tensors["base"].zero_()
     assert tensors["row"].tolist() == [0] * 6
+
+
+def save_in_parts(path: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    value: Any = distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [Shard(0)], src_data_rank=None)
+    weights = {"w": value, "tied": value, "b": torch.ones(2), "note": 3}
+    save_checkpoint(path, Contents(shared_trees={"s": [value, torch.ones(1)]}, weights={"model": weights}), Facts())
+
+
+def test_the_documented_reader_reads_parts(two_processes: Any, tmp_path: Path) -> None:
+    two_processes(save_in_parts, str(tmp_path / "a"))
+    wanted = torch.arange(15.0).view(5, 3)
+    tree = documented_reader()(tmp_path / "a", "s")
+    assert torch.equal(tree[0], wanted)
+    assert tree[1].tolist() == [1.0]
+    weights = documented_reader("read_tensors")(tmp_path / "a", "model")
+    assert weights.keys() == {"w", "b"}
+    assert torch.equal(weights["w"], wanted)
+    index = json.loads((tmp_path / "a" / "model.parts.json").read_text())
+    assert index["metadata"] == {"tied": "w", "loopwright.extra": '{"note": 3}'}
+    assert index["tensors"]["w"] == {
+        "dtype": "float32",
+        "shape": [5, 3],
+        "parts": [
+            {"file": "model.part-00000.safetensors", "tensor": "w", "offset": [0, 0], "shape": [3, 3]},
+            {"file": "model.part-00001.safetensors", "tensor": "w", "offset": [3, 0], "shape": [2, 3]},
+        ],
+    }
+    assert json.loads((tmp_path / "a" / "manifest.json").read_text())["format_version"] == 2
 
 
 def test_every_key_and_kind_is_documented() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from loopwright.checkpoint.contents import Contents
 from loopwright.checkpoint.manifest import Facts
@@ -36,8 +38,11 @@ def failing(name: str) -> Contents:
         contents.trees = {"process-00001": {"a": [object()]}}
     elif rank() == 1 and name == "name":
         contents.trees = {"process-00000": {}}
-    elif rank() == 1 and name == "weights":
-        contents.weights = {"model": {}}
+    elif name == "weights":
+        mesh = init_device_mesh("cpu", (2,))
+        part = DTensor.from_local(torch.ones(5), mesh, [Shard(0)])
+        if rank() == 1:
+            contents.weights = {"model": {"w": part}}
     return contents
 
 
@@ -105,7 +110,7 @@ def test_the_failure_of_one_is_the_same_error_on_all_and_nothing_is_left(two_pro
     assert first == second
     assert first[0].startswith("process 1: process-00001.a[0] is of type object, which can't be stored")
     assert first[1] == ("several processes write the same files: process-00000.json. Give each tree its own name.")
-    assert first[2].startswith("process 1: weights are given by the main process alone")
+    assert first[2].startswith("process 0: process 1 has parts of model, and the main process has none")
     assert first[3] == first[0]
     assert first[4].startswith("process 1: the checkpoint can't be written: File too large")
     assert first[5] == first[4]

@@ -118,8 +118,8 @@ def test_manifests_of_other_versions_and_shapes(saved: Path) -> None:
     rewritten(saved, lambda values: values.pop("files"))
     with pytest.raises(CheckpointError, match=r"is no manifest: KeyError: 'files'"):
         open_checkpoint(saved)
-    rewritten(saved, lambda values: values.update(format_version=2, versions={"loopwright": "9.0"}))
-    with pytest.raises(CheckpointError, match=r"format version 2, written by {'loopwright': '9.0'}.*up to 1; update"):
+    rewritten(saved, lambda values: values.update(format_version=3, versions={"loopwright": "9.0"}))
+    with pytest.raises(CheckpointError, match=r"format version 3, written by {'loopwright': '9.0'}.*up to 2; update"):
         open_checkpoint(saved)
     for text in ("", "[]", "null", "{", '{"format_version": "1"}', "[" * 100_000):
         (saved / "manifest.json").write_text(text)

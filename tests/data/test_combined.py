@@ -135,6 +135,49 @@ def test_everybody_who_listens_is_told_the_epoch() -> None:
     assert sorted(told) == [("batches", 4), ("data", 4), ("loader", 4), ("sampler", 4)]
 
 
+class Shuffled:
+    """A sampler that says its epoch, and looks at it when its first index is wanted."""
+
+    epoch = 0
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        epoch = self.epoch
+        for index in range(self.count):
+            yield 100 * epoch + index
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("sequential", [100, 101, 102, 100, 101]),
+        ("max_size_cycle", [[100, 100], [101, 101], [102, 100]]),
+    ],
+)
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_loaders_that_begin_later_are_of_the_epoch_of_their_pass(mode: Mode, expected: Any, skipped: int) -> None:
+    """Also where another epoch is set in the middle of it, which is that of the next pass."""
+
+    def loader_of(count: int) -> Any:
+        return DataLoader(range(1000), sampler=Shuffled(count), batch_size=None)  # type: ignore[arg-type]
+
+    loader = CombinedLoader([loader_of(3), loader_of(2)], mode)
+    loader.set_epoch(1)
+    iterator = loader.iterate_from(skipped)
+    first = next(iterator)
+    loader.set_epoch(2)
+    assert [first, *iterator] == expected[skipped:]
+    assert next(iter(loader)) == (200 if mode == "sequential" else [200, 200])
+
+
 @pytest.mark.parametrize(
     ("loaders", "mode", "message"),
     [

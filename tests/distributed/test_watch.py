@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -145,6 +146,16 @@ def test_a_board_is_read_in_one_order_and_begins_anew_for_each_group() -> None:
     assert mine.count("read", 1, by=1) == other.count("read", 1) == 1
     mine.close()
     assert Board(store, 0).read() == []
+
+
+def test_a_board_of_a_store_that_has_died_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loopwright.distributed.board.PATIENCE", timedelta(seconds=0.1))
+    held = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", held.port, is_master=False, timeout=timedelta(seconds=1800))
+    del held
+    with pytest.raises(RuntimeError, match=r"timed out after 100ms"):
+        Board(store, 0)
+    assert store.timeout == timedelta(seconds=1800)
 
 
 def test_a_board_works_on_a_file() -> None:

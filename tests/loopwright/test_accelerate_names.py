@@ -41,10 +41,8 @@ OWN_UTILS = {"PartialState", "clear_device_cache", "should_reduce_batch_size"}
 
 # What this version does not have of Accelerate's class: each belongs to states on disk, or to backends that come later.
 LATER = {
-    "context_parallel_rank", "data_parallel_rank", "data_parallel_shard_rank", "deepspeed_plugin",
-    "deepspeed_ulysses_dl_adapter", "fp8_backend", "is_composable_parallelism_enabled", "is_fsdp2", "lomo_backward",
-    "maybe_context_parallel", "parallelism_config", "pipeline_parallel_rank", "tensor_parallel_rank",
-    "torch_device_mesh",
+    "deepspeed_ulysses_dl_adapter", "fp8_backend", "is_composable_parallelism_enabled",
+    "lomo_backward", "pipeline_parallel_rank",
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from loopwright import ModelCheckpoint, Task, Trainer
+from loopwright import Accelerator, ModelCheckpoint, Task, Trainer
 from loopwright.checkpoint.contents import Contents
 from loopwright.checkpoint.manifest import Facts
 from loopwright.checkpoint.saving import save_checkpoint
@@ -114,6 +114,23 @@ class TestShow:
         assert f"lineage resumed from {second.name} (run a, number 2, step 4), no longer there" in text
         assert f"resumed from {first.name} (run a, number 1, step 2), at {first.absolute()}" in text
 
+    def test_the_lineage_of_an_accelerator_says_how_far_it_was(self, capsys: pytest.CaptureFixture[str]) -> None:
+        def leg(*folders: str, load: str | None = None) -> None:
+            accelerator = Accelerator(cpu=True)
+            model, optimizer = nn.Linear(2, 1), torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+            loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            if load is not None:
+                accelerator.load_state(load)
+            for folder, _ in zip(folders, loader, strict=False):
+                accelerator.save_state(folder)
+
+        leg("runs/1", "runs/2", "runs/3")
+        leg("runs/4", load="runs/3")
+        text = squeezed(output_of(capsys, "show", "runs/4"))
+        place = Path("runs/3").absolute()
+        assert f"lineage resumed from 3 (run runs, number 3, epoch 0, batch 3), at {place}" in text
+
     def test_scores_and_reasons(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         score = {"name": "val/loss", "mode": "min", "value": 0.25}
         path = small(tmp_path / "c", scores=[score], inexact=["the first", "the second"])
@@ -163,8 +180,8 @@ class TestShow:
         (tmp_path / "all" / "c" / "state.json").unlink()
         assert "is damaged: state.json: missing" in error_of(capsys, "show", "all/c")
         manifest = tmp_path / "all" / "c" / "manifest.json"
-        manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 2'))
-        assert "has the format version 2" in error_of(capsys, "show", "all/c")
+        manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 3'))
+        assert "has the format version 3" in error_of(capsys, "show", "all/c")
 
 
 class TestVerify:

@@ -278,7 +278,7 @@ class TestHelp:
     ) -> None:
         monkeypatch.setenv("LOOPWRIGHT_TRAINER__NAME", "a-secret-name")
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # nobody reads it
+        monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")  # nobody reads it
         monkeypatch.setenv("WORLD_SIZE", "1")
         assert main(["env"]) == 0
         text = capsys.readouterr().out

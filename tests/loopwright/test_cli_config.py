@@ -33,7 +33,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 @ON_CPU
 class TestQuestions:
     def test_answers_are_written(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        answer(monkeypatch, "", "4", "bf16", "2", "y", "")
+        answer(monkeypatch, "", "4", "", "bf16", "2", "y", "")
         assert main(["config"]) == 0
         assert yaml.safe_load(default_path().read_text()) == {
             "compute_environment": "LOCAL_MACHINE",
@@ -54,7 +54,7 @@ class TestQuestions:
     def test_wrong_answer_is_asked_again(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        answer(monkeypatch, "0", "two", "2", "1", "", "10.0.0.1", "", "", "", "", "", "", "")
+        answer(monkeypatch, "0", "two", "2", "1", "", "10.0.0.1", "", "", "", "", "", "", "", "")
         assert main(["config", "--config_file=here.yaml"]) == 0
         said = capsys.readouterr().out
         assert "Answer: got '0'. Expected an integer >= 1." in said
@@ -82,10 +82,12 @@ def test_default_keeps_what_is_there(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_update_fills_in_keys_and_keeps_the_others() -> None:
-    Path("old.yaml").write_text("distributed_type: MULTI_CPU\nfp16: true\nnum_processes: 3\nfsdp_config: {a: 1}\n")
+    Path("old.yaml").write_text(
+        "distributed_type: MULTI_CPU\nfp16: true\nnum_processes: 3\nfsdp_config: {min_num_params: 1}\n"
+    )
     assert main(["config", "update", "--config_file", "old.yaml"]) == 0
     keys = yaml.safe_load(Path("old.yaml").read_text())
-    assert (keys["mixed_precision"], keys["num_processes"], keys["fsdp_config"]) == ("fp16", 3, {"a": 1})
+    assert (keys["mixed_precision"], keys["num_processes"], keys["fsdp_config"]) == ("fp16", 3, {"min_num_params": 1})
     assert keys["compute_environment"] == "LOCAL_MACHINE"
     assert "fp16" not in keys
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from loopwright import ConfigError
-from loopwright.cli.launch import merged_options, settings_of
+from loopwright.cli.launch import settings_of
 from loopwright.cli.launch_config import TYPES
+from loopwright.cli.launch_merge import merged_options
 from loopwright.cli.launch_options import read_launch
 from loopwright.cli.main import main
 from loopwright.distributed.ports import free_port
@@ -167,8 +168,21 @@ class TestBadInput:
             (["--machine_rank=1", "script.py"], r"machine_rank=1 with num_machines=1"),
             (["--mixed_precision=fp8", "script.py"], r"--mixed_precision: got 'fp8'.*fp8 is not available"),
             (["--mixed_precision=bf61", "script.py"], r"Did you mean 'bf16'\?"),
-            (["--use_fsdp", "script.py"], r"--use_fsdp: FSDP is not available in this version"),
-            (["--zero_stage=2", "script.py"], r"--zero_stage: DeepSpeed is not available in this version"),
+            (["--zero_stage=2", "script.py"], r"--zero_stage belongs to --use_deepspeed, which is not given"),
+            (["--fsdp_version=2", "script.py"], r"--fsdp_version belongs to --use_fsdp, which is not given"),
+            (["--use_fsdp", "--fsdp_version=3", "script.py"], r"--fsdp_version: got '3'\. Accepted: 1, 2\."),
+            (["--use_fsdp", "--fsdp_offload_params", "--cpu"], r"--fsdp_offload_params has no value"),
+            (["--use_fsdp", "--fsdp_offload_params=perhaps", "script.py"], r"got 'perhaps'\. Expected true or false"),
+            (
+                ["--use_fsdp", "--fsdp_auto_wrap_policy=SIZE_BASE_WRAP", "script.py"],
+                r"Did you mean 'SIZE_BASED_WRAP'\?",
+            ),
+            (["--use_fsdp", "--use_deepspeed", "script.py"], r"--use_fsdp and --use_deepspeed exclude each other"),
+            (["--use_fsdp", "--multi_gpu", "script.py"], r"--multi_gpu and --use_fsdp exclude each other"),
+            (["--use_parallelism_config", "script.py"], r"--use_parallelism_config needs --use_fsdp"),
+            (["--use_deepspeed", "--zero_stage=4", "script.py"], r"--zero_stage: got '4'\. Accepted: 0, 1, 2, 3\."),
+            (["--fp8_backend=te", "script.py"], r"--fp8_backend: fp8 is not available in this version"),
+            (["--use_megatron_lm", "script.py"], r"--use_megatron_lm: Megatron-LM is not available"),
             (["--dynamo_backend=inductor", "script.py"], r"--dynamo_backend: Compile the model in the script"),
             (["--cpu", "--multi_gpu", "script.py"], r"--cpu and --multi_gpu exclude each other"),
             (["--module", "--no_python", "script"], r"--module and --no_python exclude each other"),
@@ -252,14 +266,16 @@ class TestPrecedence:
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         given = self.write(
-            "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_backward_prefetch_policy: BACKWARD_PRE}\n"
+            "distributed_type: MEGATRON_LM\nnum_processes: 2\nmegatron_lm_config: {megatron_lm_tp_degree: 2}\n"
         )
-        with pytest.raises(ConfigError, match=r"distributed_type='FSDP': FSDP is not available in this version\. --mu"):
+        with pytest.raises(
+            ConfigError, match=r"distributed_type='MEGATRON_LM': Megatron-LM is not available\. --multi"
+        ):
             merged_options(given)
         assert settings_of(merged_options({**given, "cpu": True})).num_processes == 2
         said = capsys.readouterr().err
-        assert "distributed_type=FSDP is not used" in said
-        assert "fsdp_config is not used here" in said
+        assert "distributed_type=MEGATRON_LM is not used" in said
+        assert "megatron_lm_config is not used here" in said
 
     def test_number_left_open_by_the_file(self) -> None:
         given = self.write("distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: -1\n")
@@ -282,6 +298,7 @@ class TestFilesInProcesses:
         [
             (["--num_processes=2", "--trainer.max_epoch=3"], "Did you mean trainer.max_epochs?"),
             (["--num_processes=two"], "--num_processes: got 'two'"),
+            (["--use_fsdp"], "--use_fsdp is for scripts. A file names its strategy itself: --trainer.strategy=fsdp."),
         ],
     )
     def test_errors_come_before_the_launch(

@@ -95,4 +95,5 @@ def fit(task: Task, train: Any, val: Any = None, resume_from: Any = None, **opti
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
     """The whole weights, on the main process. Collective."""
-    return {name: value.clone() for name, value in trainer.strategy.model_state(trainer._newest("test").model).items()}
+    state = trainer.strategy.whole_model_state(trainer._newest("test").model)
+    return {name: value.clone() for name, value in state.items()}

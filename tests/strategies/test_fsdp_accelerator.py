@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from loopwright.checkpoint.weights import load_weights
 from loopwright.distributed.errors import ConfigError, DataError, DistributedError
 from loopwright.strategies.fsdp import FSDPStrategy
+from loopwright.strategies.local_sgd import LocalSGD
 from loopwright.trainer.accelerator import Accelerator
 
 from .sharded import Words, fit, loader, make, state_of, words
@@ -148,7 +149,7 @@ def test_what_is_refused(two_processes: Run) -> None:
     wanted = [
         "Words was set up without its optimizer",
         "SGD holds 19 parameters that FSDPWords does not have",
-        "mesh=[2, 2]: 2 copies of 2 parts need 4 processes, and there are 2",
+        "a mesh of replicate 2 x shard 2 needs 4 processes, and there are 2",
         "ignored_modules: Words has no module 'heat'",
         "'embedding.weight' of Words has no values on the main process (device meta)",
         "wrap: Words has no module of class 'Leyer'. Did you mean 'Layer'?",
@@ -206,3 +207,112 @@ def test_one_process_only_places_the_model() -> None:
     trainer = fit(task, loader(24, 8), strategy={"name": "fsdp", "activation_checkpointing": True})
     close(state_of(trainer), state_of(fit(make(1), loader(24, 8))))
     assert isinstance(trainer.strategy, FSDPStrategy)
+
+
+def _clipped(strategy: str, batch_size: int) -> Any:
+    accelerator = Accelerator(strategy=strategy)
+    model = make(1, kind="sgd")
+    optimizer = model.configure_optimizers()
+    model, optimizer, data = accelerator.prepare(model, optimizer, loader(16, batch_size))
+    for batch in data:
+        accelerator.backward(_loss(model, batch) * accelerator.num_processes / 20)
+        accelerator.clip_grad_value_(model.parameters(), 0.02)
+        optimizer.step()
+        optimizer.zero_grad()
+    same = accelerator.unwrap_model(model) is model
+    refused = _text(lambda: LocalSGD(accelerator, model, 2)) if accelerator.num_processes > 1 else ""
+    return accelerator.get_state_dict(model), accelerator.get_state_dict(model, unwrap=False), same, refused
+
+
+def test_clipped_values_whole_states_and_what_needs_copies(two_processes: Run) -> None:
+    wanted, *_ = _clipped("single", 8)
+    (found, again, same, refused), (nothing, nothing_either, *_) = two_processes(_clipped, "fsdp", 4)
+    close(found, wanted)
+    close(again, wanted)
+    assert nothing == nothing_either == {}
+    assert same
+    assert refused.startswith(
+        "LocalSGD lets the weights of processes differ for some steps, and with FSDPStrategy each"
+    )
+
+
+class Turned(nn.Module):
+    """Attention over turned queries and keys, as large language models have it."""
+
+    def __init__(self, turns: Turns) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 8)
+        self.turns = turns
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.mix(x).chunk(3, -1)
+        mixed = nn.functional.scaled_dot_product_attention(self.turns(query), self.turns(key), value, is_causal=True)
+        outputs: Tensor = x + self.out(mixed)
+        return outputs
+
+
+class Turns(nn.Module):
+    """Rotary embeddings: angles that are computed when the module is built, and that no state dict has."""
+
+    frequencies: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", 10.0 ** -torch.arange(0.0, 1.0, 0.25), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.arange(x.shape[1]).float()[:, None] * self.frequencies
+        first, second = x.chunk(2, -1)
+        return torch.cat(
+            [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1
+        )
+
+
+class Language(nn.Module):
+    """Layers that share their rotary embeddings, learned places by number, and a head that is tied."""
+
+    _no_split_modules = ("Turned",)
+    numbers: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        self.places = nn.Embedding(16, 8)
+        turns = Turns()
+        self.layers = nn.ModuleList(Turned(turns) for _ in range(2))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.words.weight
+        self.register_buffer("numbers", torch.arange(16).flip(0)[None], persistent=False)  # as BERT's position ids
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words) + self.places(self.numbers[:, : words.shape[1]])
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def _language(strategy: Any, batch_size: int) -> Any:
+    index = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(3)
+    with torch.device("cpu" if index == 0 else "meta"):
+        model = Language()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    accelerator = Accelerator(strategy=strategy)
+    model, optimizer, data = accelerator.prepare(model, optimizer, loader(16, batch_size))
+    logits = []
+    for batch in data:
+        with torch.no_grad():
+            logits.append(model(words(4).tensors[0]))
+        accelerator.backward(_loss(model, batch) * accelerator.num_processes / 20)
+        optimizer.step()
+        optimizer.zero_grad()
+    return logits, accelerator.get_state_dict(model)
+
+
+def test_buffers_of_a_model_that_is_built_without_memory(two_processes: Run) -> None:
+    wanted = _language("single", 8)
+    found, other = two_processes(_language, "fsdp", 4)
+    close(found, wanted)
+    close(other[0], wanted[0])

@@ -74,7 +74,7 @@ def test_classes_that_a_model_lacks() -> None:
         ({"param_dtype": "bf61"}, r"FSDPStrategy\(param_dtype='bf61'\) is unknown\. Did you mean 'bf16'"),
         ({"prefetch": -1}, r"FSDPStrategy\(prefetch=-1\)"),
         ({"ignored_modules": "head"}, r"FSDPStrategy\(ignored_modules='head'\)\. Expected a list"),
-        ({"warp": "auto"}, r"strategy='fsdp' does not take these options"),
+        ({"warp": "auto"}, r"strategy='fsdp' does not take these .* Did you mean 'wrap'\? Accepted: activation_che"),
     ],
 )
 def test_options_that_cannot_be_used(options: dict[str, Any], message: str) -> None:

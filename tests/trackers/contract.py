@@ -25,6 +25,7 @@ from typing import ClassVar
 import pytest
 
 from loopwright.distributed.errors import TrackerError
+from loopwright.trackers.group import TrackerGroup
 from loopwright.trackers.tracker import RunInfo, Status, Tracker
 
 NAMES = [
@@ -186,6 +187,32 @@ class TrackerContract(ABC):
     def test_nothing_is_removed_where_nothing_came_later(self, run: RunInfo) -> None:
         self.record(run, ({"loss": 1.0}, 5), ({"val": 2.0}, 5), status="interrupted")
         assert self.resume(run, 5, ({"loss": 3.0}, 6)).series == {"loss": [(5, 1.0), (6, 3.0)], "val": [(5, 2.0)]}
+
+    def test_what_came_after_the_checkpoint_goes_also_at_its_very_step(self, run: RunInfo) -> None:
+        """As the means of an epoch that a stop cut short: the resumed run writes them again."""
+        group = TrackerGroup([self.make()])
+        group.start(run, CONFIG)
+        for metrics, step in (({"loss": 1.0}, 4), ({"loss": 2.0}, 5), ({"val": 3.0}, 5)):
+            group.log(metrics, step)
+        group.flush()
+        state = group.state_dict()
+        for metrics, step in (({"mean": 4.0, "loss": 9.0}, 5), ({"loss": 5.0}, 7)):
+            group.log(metrics, step)
+        group.finish("interrupted")
+        for value in (5.5, 6.0):  # the second leg ends before its first checkpoint: the third goes on from the same one
+            group, leg = TrackerGroup([self.make()]), dataclasses.replace(run, resumed_step=5)
+            group.load_state_dict(copy.deepcopy(state))
+            group.start(leg, CONFIG)
+            again = group.state_dict()  # of a checkpoint that comes before the first record
+            group.log({"mean": value}, 5)
+            group.log({"loss": value}, 7)
+            group.finish("success")
+        group = TrackerGroup([self.make()])
+        group.load_state_dict(again | {"run_ids": leg.run_ids})
+        group.start(leg, CONFIG)
+        group.log({"mean": 4.5}, 5)
+        group.finish("success")
+        assert self.read(leg).series == {"loss": [(4, 1.0), (5, 2.0)], "val": [(5, 3.0)], "mean": [(5, 4.5)]}
 
     def test_a_run_begins_again_where_everything_came_later(self, run: RunInfo) -> None:
         self.record(run, ({"loss": 1.0}, 0), ({"loss": 1.0}, 1), status="interrupted")

@@ -19,7 +19,7 @@ class TestContract(TrackerContract):
 
     def read(self, run: RunInfo) -> Stored:
         assert self.tracker is not None
-        legs = [leg for leg in self.tracker.runs if leg.info == run]
+        legs = [leg for leg in self.tracker.runs if leg.info.directory == run.directory]
         names = {name for leg in legs for _, metrics in leg.records for name in metrics}
         return Stored(
             series={name: [point for leg in legs for point in leg.series(name)] for name in names},

@@ -14,6 +14,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # typ
 from torch.utils.tensorboard import SummaryWriter
 
 from loopwright.distributed.errors import ConfigError, TrackerError
+from loopwright.trackers.event_files import EventCount
 from loopwright.trackers.tensorboard import TensorBoardTracker
 from loopwright.trackers.tracker import RunInfo, Status, Tracker
 
@@ -195,6 +196,31 @@ def test_a_clock_that_was_set_back_does_not_change_the_order_of_legs(run: RunInf
     assert times[2] > 1_000_000_000
 
 
+def test_what_the_writer_was_given_past_the_tracker_is_known_to_the_checkpoint_too(run: RunInfo) -> None:
+    tracker = TensorBoardTracker()
+    tracker.start(run, {})
+    assert tracker.writer is not None
+    for value in (1.0, 2.0):
+        tracker.log_images({"digits": torch.full((1, 1, 2, 2), value / 2)}, 5)
+        tracker.writer.add_scalar("theirs", value, 5)
+        tracker.log({"loss": value}, 5)
+        tracker.flush()
+        if value == 1.0:
+            state = tracker.state_dict()
+    tracker.finish("interrupted")
+    tracker = TensorBoardTracker()
+    tracker.load_state_dict(state)
+    tracker.start(replace(run, resumed_step=5), {})
+    assert tracker.state_dict()["values"] == state["values"] + 1  # the new leg's text of the configuration
+    tracker.finish("success")
+    events = open_events(run.directory)
+    assert len(events.Images("digits")) == 1
+    assert {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in ("theirs", "loss")} == {
+        "theirs": [(5, 1.0)],
+        "loss": [(5, 1.0)],
+    }
+
+
 def test_events_of_other_writers_are_left_alone(run: RunInfo) -> None:
     with SummaryWriter(str(run.directory)) as writer:
         writer.add_scalar("theirs", 1.0, 1000)
@@ -214,3 +240,15 @@ def test_a_damaged_file_is_left_alone(run: RunInfo, caplog: pytest.LogCaptureFix
     log(replace(run, resumed_step=1), {}, 2)
     assert bytes(content) in [path.read_bytes() for path in run.directory.iterdir()]
     assert f"{path} is damaged and was left as it is: rows behind step 1 may be in it." in caplog.messages
+
+
+def test_values_up_to_the_damage_of_a_file_are_counted(run: RunInfo) -> None:
+    log(run, {}, 1, 2)
+    log(replace(run, resumed_step=2), {}, 3)
+    first, _ = sorted(run.directory.iterdir())
+    count = EventCount(run.directory)
+    assert (count.read(), count.read()) == (5, 5)  # three losses, and the text of the configuration for each leg
+    content = bytearray(first.read_bytes())
+    content[12] = 0xFF  # the first byte of the first record
+    first.write_bytes(content)
+    assert EventCount(run.directory).read() == 2

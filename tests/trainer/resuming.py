@@ -120,6 +120,7 @@ class Stop:
 
     `"stop"`: `trainer.stop` after that micro-batch, and a checkpoint when the run ends. `"save"`: a checkpoint is asked
     for after that micro-batch, and the leg dies two later. `"validation"`: `StopRun` in the first validation behind it.
+    `"start"`: `trainer.stop` before the first epoch, and a checkpoint when the run ends.
     """
 
     kind: str
@@ -135,6 +136,10 @@ class Leaving(Callback):
 
     def __init__(self, stop: Stop | None, path: Path) -> None:
         self.stop, self.path, self.has_stopped = stop, path, False
+
+    def on_fit_start(self, trainer: Any, task: Any) -> None:
+        if self.stop is not None and self.stop.kind == "start":
+            trainer.stop("the leg ends before it began")
 
     def on_batch_end(self, trainer: Any, task: Any, outputs: Any) -> None:
         if self.stop is None:

@@ -28,14 +28,6 @@ AT_END = Stop("stop", 999)
 """A leg that ends by its own limit, with a checkpoint of that."""
 
 
-@pytest.fixture(autouse=True)
-def handler_of_torch() -> Iterator[None]:
-    """Torch watches its workers by SIGCHLD, from the first loader that has some until the process ends."""
-    before = signal.getsignal(signal.SIGCHLD)
-    yield
-    signal.signal(signal.SIGCHLD, before)
-
-
 class TestLimits:
     @pytest.mark.parametrize(
         ("first", "second"),
@@ -293,6 +285,13 @@ def test_the_lineage_of_three_legs(tmp_path: Path) -> None:
     assert list(second.changes) == ["accumulate was 1 and is 2"]
     assert len({each.run["id"] for each in (first, second, third)}) == 1
     assert [each.sequence for each in (first, second, third)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("at", [3, 6], ids=["inside an epoch", "at its end"])
+def test_a_leg_that_is_stopped_before_it_began_changes_nothing(at: int, tmp_path: Path) -> None:
+    expected = Story(Setting(), tmp_path / "whole").leg()
+    found = Story(Setting(), tmp_path / "legs").through([Stop("stop", at), Stop("start", 0)])
+    assert differences(expected, found) == []
 
 
 def test_rows_after_a_rewind_are_there_once(tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +63,6 @@ def named(choice: dict[str, Any]) -> str:
 
 
 COVERING = covering(AXES)
-
-
-@pytest.fixture(autouse=True)
-def handler_of_torch() -> Iterator[None]:
-    """Torch watches its workers by SIGCHLD, from the first loader that has some until the process ends."""
-    before = signal.getsignal(signal.SIGCHLD)
-    yield
-    signal.signal(signal.SIGCHLD, before)
 
 
 def test_each_two_values_meet() -> None:

@@ -1,0 +1,84 @@
+"""`Layout`: the mesh of processes over which a model is spread and cut."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..checkpoint.sharded import is_sharded
+from ..distributed.errors import ConfigError
+from ..distributed.meshes import CONTEXT, SHARD, TENSOR, MeshSizes, build_mesh, spreading_axes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Layout:
+    """The mesh of all processes of torch's group. Making one is collective.
+
+    Args:
+        sizes: of its axes; None: parts of the weights over all processes.
+        device: where this process computes.
+    Raises:
+        ConfigError: the sizes don't multiply to the number of processes, or the device can't serve an axis.
+    """
+
+    def __init__(self, sizes: MeshSizes | None, device: torch.device) -> None:
+        self.group = dist.group.WORLD
+        """The processes that it was made of."""
+        self.is_given = sizes is not None
+        """Whether somebody has chosen its sizes."""
+        self.sizes = (sizes or MeshSizes()).filled(dist.get_world_size())
+        if self.sizes.context > 1 and device.type == "cpu":
+            raise ConfigError(
+                f"a mesh of context {self.sizes.context} on the CPU: torch cuts attention over sequences on "
+                "accelerators alone. Leave context out of the mesh (cp_size=1), or run on devices that have it."
+            )
+        mesh = build_mesh(self.sizes, device.type, always=(SHARD,), joins=self.is_given)
+        assert mesh is not None
+        self.mesh = mesh
+
+    @property
+    def parts(self) -> DeviceMesh:
+        """The axes over which weights are spread: one, or copies times parts."""
+        return spreading_axes(self.mesh)
+
+    @property
+    def tensor(self) -> DeviceMesh | None:
+        """The axis over which layers are cut, None where there is none."""
+        return self.mesh[TENSOR] if self.sizes.tensor > 1 else None
+
+    def context_parallel(
+        self, buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor]
+    ) -> AbstractContextManager[Any] | None:
+        """As `Strategy.context_parallel`."""
+        if self.sizes.context == 1:
+            return None
+        from torch.distributed.tensor.experimental import context_parallel
+
+        context: AbstractContextManager[Any] = context_parallel(
+            self.mesh[CONTEXT], buffers=list(buffers), buffer_seq_dims=list(dims), no_restore_buffers=set(kept)
+        )
+        return context
+
+    def check_cut(self, model: nn.Module) -> bool:
+        """Whether the user has cut layers of the model already. Local.
+
+        Raises:
+            ConfigError: they were cut over other processes than those of the tensor axis.
+        """
+        found = {name: parameter for name, parameter in model.named_parameters() if is_sharded(parameter)}
+        for name, parameter in found.items():
+            sharded: Any = parameter
+            if self.tensor is None or sharded.device_mesh != self.tensor:
+                raise ConfigError(
+                    f"parameter {name} of {type(model).__name__} is a DTensor over {sharded.device_mesh}, which is not "
+                    f"the tensor axis of this run's mesh ({self.tensor}). Cut the model over "
+                    "accelerator.torch_device_mesh['tp'], or pass it uncut, with a tensor_plan."
+                )
+        return bool(found)
