@@ -94,9 +94,13 @@ class BatchSamplerShard(Dealer, BatchSampler):
     def iterate_from(self, num_skipped: int) -> Iterator[list[int]]:
         """This process's batches behind its first `num_skipped` ones; the last round is that of the whole pass."""
         self.real_samples = -1
+        return chain.from_iterable(self._opened(num_skipped))
+
+    def _opened(self, num_skipped: int) -> Iterator[Iterator[list[int]]]:
+        """The pass, begun when it is read: torch makes two iterators where there are workers, and reads the second."""
         per_round = 1 if self.split_batches else self.num_processes
         first, batches = begun_at(self.batch_sampler, num_skipped * per_round, per_round)
-        return self._parts(batches, first) if self.split_batches else self._dealt(batches, first)
+        yield self._parts(batches, first) if self.split_batches else self._dealt(batches, first)
 
     def _dealt(self, batches: Iterator[Any], first: list[Any]) -> Iterator[list[int]]:
         """Whole batches in turn. The last round is completed by samples, or by batches where these have any sizes."""

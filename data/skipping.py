@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -81,4 +81,6 @@ class _GappedSampler(SamplerAround):
         self.num_first = num_first
 
     def __iter__(self) -> Iterator[Any]:
-        return chain(*begun_at(self.sampler, self.num_first + self.num_skipped, self.num_first))
+        # Begun when it is read: torch makes two iterators where there are workers, and reads the second.
+        for part in begun_at(self.sampler, self.num_first + self.num_skipped, self.num_first):
+            yield from part

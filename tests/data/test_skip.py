@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from loopwright.data.loader import PreparedLoader
 from loopwright.data.samplers import with_seedable_sampler
+from loopwright.data.shards import BatchSamplerShard
 from loopwright.data.skip import skip_first_batches
+from loopwright.data.skipping import batches_from
 from loopwright.distributed.errors import ConfigError, DataError
 from loopwright.trainer.accelerator import Accelerator
 
@@ -119,3 +122,16 @@ def test_only_whole_numbers_can_be_skipped(number: Any) -> None:
 def test_more_than_there_are_can_not_be_skipped() -> None:
     with pytest.raises(DataError, match=r"skip_first_batches\(3\): the loader has 2 batches in a pass\. Count the"):
         skip_first_batches(DataLoader(Counted(2)), 3)
+
+
+def test_a_pass_that_goes_on_draws_its_order_once_also_with_workers() -> None:
+    found = []
+    for num_workers in (0, 2):
+        generator = torch.Generator().manual_seed(3)
+        sampler = WeightedRandomSampler(torch.arange(1.0, 14), 12, generator=generator)
+        shard = BatchSamplerShard(BatchSampler(sampler, 2, False), 2, 1)
+        loader = DataLoader(Counted(13), batch_sampler=shard, num_workers=num_workers)
+        found.append(([batch.tolist() for batch in batches_from(loader, 1)], generator.get_state().tolist()))
+    whole = torch.multinomial(torch.arange(1.0, 14), 12, True, generator=torch.Generator().manual_seed(3)).tolist()
+    assert found[0][0] == [whole[6:8], whole[10:12]]  # its second and third batch
+    assert found[1] == found[0]
