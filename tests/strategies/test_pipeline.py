@@ -294,7 +294,7 @@ def test_an_error_in_one_stage_keeps_its_kind_and_ends_all(two_processes: Run) -
         two_processes(_fail)
     first, last = str(failed.value).split("--- process 1 raised:")
     assert "PeerFailedError: process 1 failed first, at training_step" in first
-    assert last.rstrip().endswith("ZeroDivisionError: no words")
+    assert "\nZeroDivisionError: no words" in last  # behind it comes what the process has logged
 
 
 @pytest.mark.parametrize(
