@@ -12,12 +12,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from . import watch
-from .environment import patch_environment
+from .environment import launched_as, patch_environment
 from .errors import ConfigError, LaunchError, suggest
 from .launched import Place, find_place, rendezvous_address
 
@@ -162,12 +165,14 @@ def _known(backend: str) -> str:
 def _join(place: Place, backend: str, timeout: timedelta | None, init_method: str | None) -> None:
     try:
         with _meeting_point(place, init_method), watch.noted_connections():
+            store = _store_of_restart(place) if init_method is None else None
             dist.init_process_group(
                 backend,
                 init_method=init_method,
                 timeout=timeout,
                 rank=place.process_index,
                 world_size=place.num_processes,
+                store=store,
             )
     except ValueError as error:
         raise ConfigError(f"process group with backend={backend!r}, init_method={init_method!r}: {error}") from error
@@ -177,6 +182,18 @@ def _join(place: Place, backend: str, timeout: timedelta | None, init_method: st
             f"process {place.process_index} of {place.num_processes} could not join the others: {error}. Check that all"
             f" of them were started, and that {where} the same for all, reachable, and not in use by another run."
         ) from error
+
+
+def _store_of_restart(place: Place) -> Store | None:
+    """Where processes meet that a launcher has started again, None at the first start. Collective.
+
+    Its store may be that of the start before, with the addresses of processes that are gone.
+    """
+    restarts = launched_as("TORCHELASTIC_RESTART_COUNT", 0)
+    if not restarts:
+        return None
+    found: Any = next(rendezvous("env://", place.process_index, place.num_processes))
+    return PrefixStore(f"restart {restarts}", found[0])
 
 
 @contextmanager
