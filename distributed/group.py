@@ -165,7 +165,7 @@ def _known(backend: str) -> str:
 def _join(place: Place, backend: str, timeout: timedelta | None, init_method: str | None) -> None:
     try:
         with _meeting_point(place, init_method), watch.noted_connections():
-            store = _store_of_restart(place) if init_method is None else None
+            store = _store_of_restart(place, timeout) if init_method is None else None
             dist.init_process_group(
                 backend,
                 init_method=init_method,
@@ -184,15 +184,16 @@ def _join(place: Place, backend: str, timeout: timedelta | None, init_method: st
         ) from error
 
 
-def _store_of_restart(place: Place) -> Store | None:
+def _store_of_restart(place: Place, timeout: timedelta | None) -> Store | None:
     """Where processes meet that a launcher has started again, None at the first start. Collective.
 
-    Its store may be that of the start before, with the addresses of processes that are gone.
+    The launcher's store may be that of the start before, with the addresses of processes that are gone.
     """
     restarts = launched_as("TORCHELASTIC_RESTART_COUNT", 0)
     if not restarts:
         return None
-    found: Any = next(rendezvous("env://", place.process_index, place.num_processes))
+    options = {} if timeout is None else {"timeout": timeout}
+    found: Any = next(rendezvous("env://", place.process_index, place.num_processes, **options))
     return PrefixStore(f"restart {restarts}", found[0])
 
 
