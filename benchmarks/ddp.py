@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from loops import Loop, chosen
 from report import machine, table
-from rounds import run_in_processes, time_report, time_rounds
+from rounds import options_of, run_in_processes, time_report, time_rounds
 from ticks import WARM_STEPS
 from workloads import WIDE, WORKLOADS, Workload
 
@@ -73,10 +73,7 @@ class SendCounter:
 
 def parse() -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=25, help="rounds per workload")
-    parser.add_argument("--quick", action="store_true", help="three short rounds: for a first look")
-    parser.add_argument("--only", default="", help="loops whose name has one of these words (by hand is always there)")
+    parser = options_of(__doc__, 25)
     parser.add_argument("--workloads", default="small,medium", help="which of small, medium, large are timed")
     parser.add_argument("--parts", default="sends,time", help="which parts are measured")
     return parser.parse_args()

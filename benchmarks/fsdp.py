@@ -27,7 +27,7 @@ import torch.distributed as dist
 from fsdp_loops import Blocks
 from loops import Loop, chosen
 from report import machine, table
-from rounds import run_in_processes, time_report, time_rounds
+from rounds import options_of, run_in_processes, time_report, time_rounds
 from torch import Tensor
 from torch.nn import functional as F
 from workloads import VOCABULARY, Workload
@@ -73,10 +73,7 @@ WORK = {
 
 def parse() -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15, help="rounds per workload")
-    parser.add_argument("--quick", action="store_true", help="three short rounds: for a first look")
-    parser.add_argument("--only", default="", help="loops whose name has one of these words (by hand is always there)")
+    parser = options_of(__doc__, 15)
     parser.add_argument("--workloads", default="small,medium,medium4", help="which of small, medium, medium4 are timed")
     parser.add_argument("--parts", default="time,memory", help="which parts are measured")
     return parser.parse_args()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from own_loops import BenchmarkTask, fit
+from own_loops import BenchmarkTask, fit, run_accelerator
 from ticks import Ticker
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -96,18 +96,7 @@ def run_trainer_fsdp_log(work: Workload, ticker: Ticker, steps: int) -> None:
 
 def run_accelerator_fsdp(work: Workload, ticker: Ticker, steps: int) -> None:
     """Loopwright's Accelerator in the user's own loop."""
-    from loopwright import Accelerator
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=work.accumulate, strategy="fsdp")
-    model, optimizer, loader = accelerator.prepare(*work.build(steps * dist.get_world_size()))
-    loss_function = work.loss
-    for x, y in loader:
-        ticker.tick()
-        with accelerator.accumulate(model):
-            loss = loss_function(model(x), y)
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+    run_accelerator(work, ticker, steps * dist.get_world_size(), strategy="fsdp")
 
 
 def _fit_on_all(task: BenchmarkTask, steps: int) -> None:

@@ -81,11 +81,11 @@ def run_trainer_log(work: Workload, ticker: Ticker, steps: int) -> None:
     fit(task, steps, progress=False, trackers=False)
 
 
-def run_accelerator(work: Workload, ticker: Ticker, steps: int) -> None:
-    """Loopwright's Accelerator in the user's own loop."""
+def run_accelerator(work: Workload, ticker: Ticker, steps: int, **options: Any) -> None:
+    """Loopwright's Accelerator in the user's own loop; `options` are its own."""
     from loopwright import Accelerator
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=work.accumulate)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=work.accumulate, **options)
     model, optimizer, loader = accelerator.prepare(*work.build(steps))
     loss_function = work.loss
     for x, y in loader:

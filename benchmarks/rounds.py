@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import subprocess
@@ -36,6 +37,15 @@ class StepClock:
         starts = self._moments[2 * self._accumulate :: self._accumulate]
         wall, cpu = ([later[i] - earlier[i] for earlier, later in pairwise(starts)] for i in range(2))
         return wall, cpu
+
+
+def options_of(description: str, rounds: int) -> argparse.ArgumentParser:
+    """The options that all benchmarks of this kind have."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=rounds, help="rounds of each table")
+    parser.add_argument("--quick", action="store_true", help="three short rounds: for a first look")
+    parser.add_argument("--only", default="", help="loops whose name has one of these words (by hand is always there)")
+    return parser
 
 
 def time_rounds(loops: Sequence[Loop], work: Workload, rounds: int, steps: int) -> dict[str, list[Steps]]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from loops import Loop, chosen
 from report import machine
-from rounds import run_in_processes, time_report, time_rounds
+from rounds import options_of, run_in_processes, time_report, time_rounds
 from workloads import WORKLOADS
 
 PROCESSES = 2
@@ -32,10 +32,7 @@ WORK = replace(WORKLOADS["mid"], name="medium", accumulate=2, batch_size=4, bloc
 
 def parse() -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=12, help="rounds per stage")
-    parser.add_argument("--quick", action="store_true", help="three short rounds: for a first look")
-    parser.add_argument("--only", default="", help="loops whose name has one of these words (by hand is always there)")
+    parser = options_of(__doc__, 12)
     parser.add_argument("--stages", default="1,2,3", help="which stages of ZeRO are timed")
     return parser.parse_args()
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checkpoint.names import unwrapped
-from ..data.configuration import DataLoaderConfiguration
 from ..data.loader import PreparedLoader
 from ..distributed import watch
 from ..distributed.errors import ConfigError, DataError
@@ -191,23 +190,15 @@ class FSDPStrategy(Strategy):
         self._models.append(found)
         return found.entry, list(optimizers)
 
-    def setup_dataloader(
-        self,
-        loader: Iterable[Any],
-        configuration: DataLoaderConfiguration | None = None,
-        *,
-        exact: bool = False,
-        places: bool = True,
-        ordinal: int = 0,
-    ) -> PreparedLoader:
+    def setup_dataloader(self, loader: Iterable[Any], *args: Any, **options: Any) -> PreparedLoader:
         """The loader for this process, as every strategy gives it. Collective.
 
         Raises:
             DataError: processes would have different numbers of batches in an accumulation window.
         """
-        prepared = super().setup_dataloader(loader, configuration, exact=exact, places=places, ordinal=ordinal)
+        prepared = super().setup_dataloader(loader, *args, **options)
         accumulates = self.gradient_state.num_steps > 1
-        if accumulates and not exact and self.process.num_processes > 1 and not prepared.is_even:
+        if accumulates and not options.get("exact") and self.process.num_processes > 1 and not prepared.is_even:
             raise DataError(
                 "processes may get different numbers of batches of this loader, and with strategy='fsdp' each batch of "
                 "an accumulation window needs all of them. Use DataLoaderConfiguration(even_batches=True), a dataset "

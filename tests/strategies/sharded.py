@@ -9,10 +9,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from loopwright.callbacks.callback import Callback
 from loopwright.trainer.task import Task
 from loopwright.trainer.trainer import Trainer
 
 WIDTH, WORDS, LENGTH = 8, 11, 6
+
+
+def close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, atol=tolerance, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+class Records(Callback):
+    """The loss of each step, over all processes."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_log(self, trainer: Any, task: Any, metrics: Any, step: int) -> None:
+        if "loss" in metrics:
+            self.losses.append(metrics["loss"])
 
 
 class Layer(nn.Module):

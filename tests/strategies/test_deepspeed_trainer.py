@@ -17,15 +17,9 @@ from loopwright.distributed.errors import ConfigError
 from loopwright.trainer.task import Task
 from loopwright.trainer.trainer import Trainer
 
-from .sharded import Words, fit, loader, make, state_of
+from .sharded import Words, close, fit, loader, make, state_of
 
 Run = Callable[..., list[Any]]
-
-
-def close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, atol=tolerance, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
 
 
 def stage(number: int, **options: Any) -> dict[str, Any]:

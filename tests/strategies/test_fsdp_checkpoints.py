@@ -22,7 +22,7 @@ from loopwright.checkpoint.weights import load_weights
 from loopwright.cli.main import main
 from loopwright.trainer.accelerator import Accelerator
 
-from .sharded import fit, loader, make, state_of
+from .sharded import close, fit, loader, make, state_of
 
 Run = Callable[..., list[Any]]
 SETTINGS: dict[str, Any] = {"max_epochs": 2, "accumulate": 2, "clip_norm": 0.5}
@@ -49,12 +49,6 @@ def go_on(path: str, batch_size: int, options: dict[str, Any], seed: int = 5) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # another number of processes
         return state_of(fit(make(seed), loader(48, batch_size), resume_from=path, **SETTINGS | options))
-
-
-def close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, atol=tolerance, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
 
 
 def begin_all(folder: str, size: int, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Tensor]]:

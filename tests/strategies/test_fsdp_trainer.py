@@ -17,26 +17,9 @@ from loopwright.callbacks.callback import Callback, EndEpoch, SkipBatch
 from loopwright.callbacks.checkpoint import ModelCheckpoint
 from loopwright.callbacks.preemption import Preemption
 
-from .sharded import Words, fit, loader, make, state_of, words
+from .sharded import Records, Words, close, fit, loader, make, state_of, words
 
 Run = Callable[..., list[Any]]
-
-
-def close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, atol=tolerance, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
-
-
-class Records(Callback):
-    """The loss of each step, over all processes."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_log(self, trainer: Any, task: Any, metrics: Any, step: int) -> None:
-        if "loss" in metrics:
-            self.losses.append(metrics["loss"])
 
 
 def _train(batch_size: int, options: dict[str, Any], kind: str = "adamw", num_layers: int = 3) -> Any:

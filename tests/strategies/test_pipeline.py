@@ -17,6 +17,7 @@ from loopwright.strategies.pipeline_layers import cut
 from loopwright.trainer.trainer import Trainer
 
 from .pipelined import GPT, Records, fit, loader
+from .sharded import close
 
 Run = Callable[..., list[Any]]
 ROWS = 120
@@ -34,12 +35,6 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
     """The whole weights, on the main process. Collective."""
     state = trainer.strategy.whole_model_state(trainer._newest("test").model)
     return {name: value.clone() for name, value in state.items()}
-
-
-def close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, atol=tolerance, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
 
 
 def _train(steps: int, options: dict[str, Any], batch_size: int = 8) -> Any:

@@ -22,7 +22,7 @@ from loopwright.strategies.fsdp import FSDPStrategy
 from loopwright.strategies.tensor_parallel import check_divides, find_plan
 from loopwright.trainer.accelerator import Accelerator
 
-from .sharded import Words, fit, loader, make, state_of, words
+from .sharded import Records, Words, close, fit, loader, make, state_of, words
 from .test_fsdp_callbacks import _average, _monitored
 from .test_fsdp_trainer import _gaps
 
@@ -35,23 +35,6 @@ PLAN = {
     "head": "colwise_gather",
 }
 TENSOR = {"name": "fsdp", "mesh": {"tensor": 2}, "tensor_plan": PLAN}
-
-
-def close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, atol=tolerance, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
-
-
-class Records(Callback):
-    """The loss of each step, over all processes."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_log(self, trainer: Any, task: Any, metrics: Any, step: int) -> None:
-        if "loss" in metrics:
-            self.losses.append(metrics["loss"])
 
 
 def _train(batch_size: int, options: dict[str, Any], kind: str = "adamw", num_layers: int = 3, count: int = 50) -> Any:
