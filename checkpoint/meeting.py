@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from ..distributed import group, watch
 from ..distributed.atomic import is_running
 from ..distributed.board import Board
@@ -93,9 +91,8 @@ class BackgroundMeeting:
         self.members, self.is_main = range(self._count), self.index == 0
         self._board: Board | None = None
         if self._count > 1:
-            store = dist.distributed_c10d._get_default_store()
             try:
-                self._board = Board(store, self.index, prefix="loopwright/save")
+                self._board = watch.board_of_group("loopwright/save")
             except RuntimeError as error:
                 raise _lost("start_saving", error) from error
             self._processes = exchange([_machine(), os.getpid()], "start_saving")

@@ -10,6 +10,8 @@ from torch.distributed.distributed_c10d import Store
 
 # No operation of the board waits for another process; a store that does not answer for this long is lost.
 PATIENCE = timedelta(seconds=5)
+# On a busy machine torch now and then reaches a store in its second attempt alone, which it makes after 5 s.
+REACHING = timedelta(seconds=30)
 _PREFIX = "loopwright/watch"
 
 
@@ -22,24 +24,28 @@ class Board:
         store: the store of the group.
         index: this process's index in the group.
         prefix: of its entries in the store, for boards that are used for something else.
+        connection: that of another board; None: one of its own, which may take seconds.
     Raises:
         RuntimeError: whoever holds the store does not answer.
     """
 
-    def __init__(self, store: Store, index: int, prefix: str = _PREFIX) -> None:
+    def __init__(self, store: Store, index: int, prefix: str = _PREFIX, *, connection: Store | None = None) -> None:
         self._host = store  # the process that holds it keeps it as long as others may ask
-        self._store: Store = store
-        if (clone := getattr(store, "clone", None)) is not None:  # not in the oldest versions of torch
-            known: Any = store  # torch's types leave this attribute out
-            waits = known.timeout
-            store.set_timeout(PATIENCE)  # the new connection takes it over, also for trying to reach one that has died
-            try:
-                self._store = clone()
-            finally:
-                store.set_timeout(waits)
+        self._index = index
+        self._store = _connected_to(store) if connection is None else connection
         # A store may outlive a group. Every process has begun the same number of groups on it.
         self._prefix = f"{prefix}/{self._store.add(f'{prefix}/begun/{index}', 1)}"
         self._num_read = 0
+
+    def beside(self, prefix: str) -> Board:
+        """Another board of the same process, over the same connection. Local.
+
+        Args:
+            prefix: of its entries in the store.
+        Raises:
+            RuntimeError: whoever holds the store does not answer.
+        """
+        return Board(self._host, self._index, prefix, connection=self._store)
 
     def close(self) -> None:
         """Let go of the store, so that a later group does not find this one's entries at the same address. Local."""
@@ -81,3 +87,18 @@ class Board:
 
     def _key(self, *parts: object) -> str:
         return "/".join([self._prefix, *map(str, parts)])
+
+
+def _connected_to(store: Store) -> Store:
+    """A connection of its own to the same store, where torch can open one."""
+    if (clone := getattr(store, "clone", None)) is None:  # the oldest versions of torch
+        return store
+    known: Any = store  # torch's types leave this attribute out
+    waits = known.timeout
+    store.set_timeout(REACHING)  # the new connection takes it over, also for trying to reach one that has died
+    try:
+        connection: Store = clone()
+    finally:
+        store.set_timeout(waits)
+    connection.set_timeout(PATIENCE)
+    return connection

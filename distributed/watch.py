@@ -49,6 +49,7 @@ from .watcher import Watch, leave_group
 __all__ = [
     "Failure",
     "announce_failure",
+    "board_of_group",
     "collective",
     "first_failure",
     "leave_group_after",
@@ -175,6 +176,20 @@ def start_watch(process_index: int, num_processes: int, timeout: timedelta | Non
     _Current.watch = Watch(board, process_index, num_processes, close_connections=close, timeout=timeout)
     _Current.hooks = EndHooks(announce_failure, _end)
     _Current.group = weakref.ref(group)
+
+
+def board_of_group(prefix: str) -> Board:
+    """What the processes of torch's default group share beside the watch. Local; each of them makes one.
+
+    Args:
+        prefix: of its entries in the group's store.
+    Raises:
+        RuntimeError: whoever holds the store does not answer.
+    """
+    group = dist.distributed_c10d._get_default_group()
+    if _Current.watch is not None and _Current.group is not None and _Current.group() is group:
+        return _Current.watch.board_beside(prefix)  # opening another connection may take seconds
+    return Board(dist.distributed_c10d._get_default_store(), dist.get_rank(), prefix)
 
 
 def stop_watch() -> None:

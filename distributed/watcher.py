@@ -93,6 +93,14 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="loopwright-watch", daemon=True)
         self._thread.start()
 
+    def board_beside(self, prefix: str) -> Board:
+        """Another board of this process, over the watch's connection. Local.
+
+        Raises:
+            RuntimeError: whoever holds the store does not answer.
+        """
+        return self._board.beside(prefix)
+
     # What the thread does
 
     def _run(self) -> None:

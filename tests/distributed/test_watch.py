@@ -148,8 +148,18 @@ def test_a_board_is_read_in_one_order_and_begins_anew_for_each_group() -> None:
     assert Board(store, 0).read() == []
 
 
+def test_a_board_beside_another_has_entries_of_its_own_over_the_same_connection() -> None:
+    board = Board(dist.HashStore(), 0)
+    beside = board.beside("saves")
+    beside.put("answer", text="whole")
+    assert beside._store is board._store
+    assert board.look_up("answer") is None
+    board.close()
+    assert beside.look_up("answer") == "whole"
+
+
 def test_a_board_of_a_store_that_has_died_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loopwright.distributed.board.PATIENCE", timedelta(seconds=0.1))
+    monkeypatch.setattr("loopwright.distributed.board.REACHING", timedelta(seconds=0.1))
     held = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = dist.TCPStore("127.0.0.1", held.port, is_master=False, timeout=timedelta(seconds=1800))
     del held
