@@ -38,6 +38,35 @@ def overlap(
     return Overlap(tuple(first), tuple(second))
 
 
+def boxes_of_range(shape: Sequence[int], begin: int, end: int) -> list[Box]:
+    """A range of a tensor's elements, in row-major order, as boxes: at most 2 * (dimensions) - 1 of them. Local.
+
+    Args:
+        shape: of the tensor.
+        begin: the first element.
+        end: the one behind the last.
+    Returns:
+        The boxes in the order of their elements; none for an empty range.
+    """
+    if begin >= end:
+        return []
+    if not shape:
+        return [((), ())]
+    row = prod(shape[1:])
+    first, last = -(-begin // row), end // row  # whole rows
+    if first > last:  # a part of one row
+        return _in_row(shape, last, begin - last * row, end - last * row)
+    boxes = _in_row(shape, first - 1, begin - (first - 1) * row, row) if begin < first * row else []
+    if first < last:
+        boxes.append(((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
+    return boxes + (_in_row(shape, last, 0, end - last * row) if last * row < end else [])
+
+
+def _in_row(shape: Sequence[int], index: int, begin: int, end: int) -> list[Box]:
+    inner = boxes_of_range(shape[1:], begin, end)
+    return [((index, *offset), (1, *sizes)) for offset, sizes in inner]
+
+
 def read_shape(sizes: Any, dtype: torch.dtype) -> torch.Size:
     """A shape that a file tells of. Local; takes no memory.
 

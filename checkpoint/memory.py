@@ -73,8 +73,7 @@ class TensorCollector:
         if earlier is not None:
             return {TAG: "again", "id": earlier.node.setdefault("id", earlier.number)}
         node = {TAG: "tensor"}
-        place = ((0, 0), None) if is_sharded(tensor) else (_span(tensor), _memory_of(tensor))
-        seen = _Seen(len(self._seen), self._free(name), tensor, node, *place[0], place[1])
+        seen = _Seen(len(self._seen), self._free(name), tensor, node, *_place_of(tensor))
         self._seen.append(seen)
         self._by_object[id(tensor)] = seen
         return seen.node
@@ -87,7 +86,8 @@ class TensorCollector:
         return {seen.name: stored[seen.name] for seen in self._seen if seen.name in stored}
 
     def _free(self, name: str) -> str:
-        name = name.encode("utf-8", "backslashreplace").decode()
+        if not name.isascii():
+            name = name.encode("utf-8", "backslashreplace").decode()
         number, free = 1, name
         while free in self._names:
             number += 1
@@ -103,6 +103,9 @@ class TensorCollector:
             if seen.memory is not None:
                 by_memory.setdefault(seen.memory, []).append(seen)
         for tensors in by_memory.values():
+            if len(tensors) == 1:
+                groups.append(tensors)
+                continue
             end = -1
             for seen in sorted(tensors, key=lambda each: each.begin):
                 if seen.begin > end:
@@ -163,21 +166,20 @@ def _flat(memory: Tensor, dtype: torch.dtype) -> Tensor:
     return flat[: len(flat) - len(flat) % dtype.itemsize].view(dtype)
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of its storage that a tensor has, and the one behind its last."""
-    if tensor.numel() == 0:
-        return 0, 0
-    begin = int(tensor.storage_offset()) * tensor.element_size()
-    if tensor.is_contiguous():
-        return begin, begin + tensor.nbytes
-    last = sum((size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * tensor.element_size()
+def _place_of(tensor: Tensor) -> tuple[int, int, object]:
+    """The first byte of its memory that a tensor has, the one behind its last, and which memory that is.
 
-
-def _memory_of(tensor: Tensor) -> object:
-    """Which memory a tensor lies in; None where there is none that could be looked at, or none that has its values."""
-    address = 0 if tensor.is_conj() or tensor.is_neg() or not tensor.numel() else tensor.untyped_storage().data_ptr()
-    return (tensor.device, address) if address else None
+    None for the memory where there is none that could be looked at, or none that has its values.
+    """
+    count = tensor.numel()
+    if not count or is_sharded(tensor):
+        return 0, 0, None
+    size = tensor.element_size()
+    begin = int(tensor.storage_offset()) * size
+    if not tensor.is_contiguous():
+        count = 1 + sum((length - 1) * int(step) for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    address = 0 if tensor.is_conj() or tensor.is_neg() else tensor.untyped_storage().data_ptr()
+    return begin, begin + count * size, (tensor.device, address) if address else None
 
 
 def _store(group: list[_Seen]) -> Tensor:
@@ -186,9 +188,9 @@ def _store(group: list[_Seen]) -> Tensor:
     tensor = first.tensor.detach()
     for seen in group:
         seen.node["in"] = first.name
-    if is_sharded(tensor):
-        return tensor
     is_alone, is_typed = len(group) == 1, tensor.dtype in _TYPED
+    if is_sharded(tensor) or (is_alone and is_typed and tensor.is_contiguous()):
+        return tensor
     # A view with gaps is stored without what lies between.
     is_repacked = is_alone and (first.memory is None or tensor.nbytes < first.end - first.begin)
     is_whole = tensor.is_contiguous() and (is_alone or all(seen.layout == first.layout for seen in group))

@@ -1,16 +1,18 @@
-"""Tensors of which each process holds a part (DTensors): told apart from others, put together, and filled."""
+"""Tensors of which each process holds a part (DTensors, `FlatPart`s): told apart from others, put together, filled."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .boxes import index_of
+from .boxes import boxes_of_range, index_of
+from .flat import FlatPart
 
 _LOOSE = (list, tuple, set, frozenset)
 
@@ -25,28 +27,33 @@ class Part(NamedTuple):
 
 
 def is_sharded(value: object) -> bool:
-    """Whether a value is a DTensor. Local."""
-    # Nobody has made one where their module was never imported, and importing it takes a second.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    """Whether a value is a tensor of which each process holds a part. Local."""
+    return isinstance(value, _kinds())
 
 
 def holds_sharded(value: object) -> bool:
-    """Whether there is a DTensor in nested mappings, lists and tuples. Local."""
+    """Whether there is such a tensor in nested mappings, lists and tuples. Local."""
+    return _holds(value, _kinds())
+
+
+def _kinds() -> tuple[type, ...]:
+    # Nobody has made a DTensor where their module was never imported, and importing it takes a second.
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and _holds(value, module.DTensor)
+    return (FlatPart,) if module is None else (FlatPart, module.DTensor)
 
 
-def _holds(value: object, kind: type) -> bool:
+def _holds(value: object, kinds: tuple[type, ...]) -> bool:
     if isinstance(value, (Tensor, str, int, float)):
-        return isinstance(value, kind)
+        return isinstance(value, kinds)
     if isinstance(value, Mapping):
-        return any(_holds(each, kind) for each in value.values())
-    return isinstance(value, _LOOSE) and any(_holds(each, kind) for each in value)
+        return any(_holds(each, kinds) for each in value.values())
+    return isinstance(value, _LOOSE) and any(_holds(each, kinds) for each in value)
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor, in the same memory; a whole tensor itself. Local."""
+    if isinstance(tensor, FlatPart):
+        return tensor.local
     sharded: Any = tensor
     part: Tensor = sharded.to_local() if is_sharded(tensor) else tensor
     return part
@@ -54,6 +61,8 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, on this process's device; a whole tensor itself. Collective for a sharded one."""
+    if isinstance(tensor, FlatPart):
+        return tensor.gathered()
     sharded: Any = tensor
     full: Tensor = sharded.full_tensor() if is_sharded(tensor) else tensor
     return full
@@ -67,6 +76,8 @@ def parts_of(tensor: Tensor) -> list[Part]:
     """
     if not is_sharded(tensor):
         return [Part((0,) * tensor.dim(), tensor.detach())]
+    if isinstance(tensor, FlatPart):
+        return list(_flat_parts(tensor))
     sharded: Any = tensor
     if any(placement.is_partial() for placement in sharded.placements):
         raise TypeError(f"its processes hold summands of it ({sharded.placements}); add them up first")
@@ -79,6 +90,8 @@ def parts_of(tensor: Tensor) -> list[Part]:
 
 def is_first_copy(tensor: Tensor) -> bool:
     """Whether this process is, of those that hold the same part of a sharded tensor, the one that stores it. Local."""
+    if isinstance(tensor, FlatPart):
+        return True
     sharded: Any = tensor
     mesh = sharded.device_mesh
     coordinate = mesh.get_coordinate()
@@ -113,6 +126,8 @@ def part_like(sharded: Tensor, local: Tensor) -> Tensor:
     """
     if not is_sharded(sharded):
         return local.to(sharded.device)
+    if isinstance(sharded, FlatPart):
+        return FlatPart(local.to(sharded.device), sharded.begin, sharded.shape)
     from torch.distributed.tensor import DTensor
 
     like: Any = sharded
@@ -121,6 +136,15 @@ def part_like(sharded: Tensor, local: Tensor) -> Tensor:
         local.to(like.to_local().device), *place, run_check=False, shape=like.shape, stride=like.stride()
     )
     return part
+
+
+def _flat_parts(part: FlatPart) -> Iterator[Part]:
+    """The boxes of a range, in the order of its elements."""
+    place = 0
+    for offset, shape in boxes_of_range(part.shape, part.begin, part.begin + len(part.local)):
+        size = prod(shape)
+        yield Part(offset, part.local[place : place + size].view(shape))
+        place += size
 
 
 class _Run(NamedTuple):

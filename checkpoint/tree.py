@@ -57,7 +57,7 @@ def pack(value: Any, where: str = "state", *, sharded: bool = False) -> Packed:
         CheckpointError: something can't be stored; names its path, `state.optimizers[0].foo`, and its type.
     """
     packer = _Packer(sharded)
-    packed = packer.pack(value, (None, where))
+    packed = packer.pack(value, _Path(None, None), where)
     return Packed(packed, packer.tensors.finish())
 
 
@@ -81,8 +81,31 @@ def unpack(json: Any, tensors: Mapping[str, Tensor | StoredTensor]) -> Any:
         raise CheckpointError(f"the stored state can't be read: {type(error).__name__}: {said}.") from error
 
 
-_Path = tuple[Any, Any]
-"""The path of the value around, and the step from there; rendered only where it is needed."""
+class _Path:
+    """Where a container is in the tree. Its text is made when it is asked for, once for all that is in the container.
+
+    Args:
+        around: of the container that it is in; None for what is around the whole tree.
+        step: its key or index there.
+    """
+
+    __slots__ = ("_around", "_step", "_text")
+
+    def __init__(self, around: _Path | None, step: Any) -> None:
+        self._around = around
+        self._step = step
+        self._text: str | None = None
+
+    def __str__(self) -> str:
+        if self._text is None:
+            self._text = "" if self._around is None else self._around.text(self._step)
+        return self._text
+
+    def text(self, step: Any) -> str:
+        """The path of what is at a key or an index; at the outermost, the name of the tree."""
+        if not isinstance(step, str):
+            return f"{self}[{_shown(step)}]"
+        return step if self._around is None else f"{self}.{step}"
 
 
 class _Packer:
@@ -91,62 +114,64 @@ class _Packer:
         self._sharded = sharded
         self._around: set[int] = set()
 
-    def pack(self, value: Any, path: _Path) -> Any:
+    def pack(self, value: Any, path: _Path, step: Any) -> Any:
         kind = type(value)
         small = SMALL.get(kind)
         if small is not None:
             return small(value)
         if kind in _CONTAINERS:
-            return self._pack_container(value, path)
+            return self._pack_container(value, path, step)
         if isinstance(value, Tensor):
-            return self._pack_tensor(value, path)
+            return self._pack_tensor(value, path, step)
         if isinstance(value, enum.Enum):
-            return _checked(encode_enum, value, path)
+            return _checked(encode_enum, value, path.text(step))
         if kind is torch.Size:
             return {TAG: "Size", "items": list(value)}
         if arrays.is_array(value):
-            return _checked(functools.partial(self._pack_array, path=path), value, path)
+            place = path.text(step)
+            return _checked(functools.partial(self._pack_array, name=place), value, place)
         if callable(getattr(value, "state_dict", None)):
-            raise _refusal(value, path, "Store its state_dict() instead")
-        raise _refusal(value, path, _STORABLE)
+            raise _refusal(value, path.text(step), "Store its state_dict() instead")
+        raise _refusal(value, path.text(step), _STORABLE)
 
-    def _pack_container(self, value: Any, path: _Path) -> Any:
+    def _pack_container(self, value: Any, path: _Path, step: Any) -> Any:
         if id(value) in self._around:
-            raise _refusal(value, path, "It contains itself")
+            raise _refusal(value, path.text(step), "It contains itself")
         if len(self._around) == _DEEPEST:
-            raise _refusal(value, path, f"It is nested more than {_DEEPEST} levels deep")
+            raise _refusal(value, path.text(step), f"It is nested more than {_DEEPEST} levels deep")
         self._around.add(id(value))
         try:
-            return _CONTAINERS[type(value)](self, value, path)
+            return _CONTAINERS[type(value)](self, value, _Path(path, step))
         finally:
             self._around.discard(id(value))
 
-    def _pack_tensor(self, tensor: Tensor, path: _Path) -> Any:
+    def _pack_tensor(self, tensor: Tensor, path: _Path, step: Any) -> Any:
         reason = why_not_storable(tensor, sharded=self._sharded)
         if reason is not None:
-            raise _refusal(tensor, path, reason.capitalize())
-        return self.tensors.add(_rendered(path), tensor)
+            raise _refusal(tensor, path.text(step), reason.capitalize())
+        return self.tensors.add(path.text(step), tensor)
 
-    def _pack_array(self, value: Any, path: _Path) -> Any:
+    def _pack_array(self, value: Any, name: str) -> Any:
         node, data = arrays.encode(value)
-        return node if data is None else {**node, "data": self.tensors.add(_rendered(path), data)}
+        return node if data is None else {**node, "data": self.tensors.add(name, data)}
 
     def pack_items(self, value: Any, path: _Path) -> list[Any]:
-        return [self.pack(item, (path, index)) for index, item in enumerate(value)]
+        return [self.pack(item, path, index) for index, item in enumerate(value)]
 
     def pack_pairs(self, value: Mapping[Any, Any], path: _Path) -> list[Any]:
-        return [[self.pack(key, (path, _Key(key))), self.pack(item, (path, _Key(key)))] for key, item in value.items()]
+        return [[self.pack(key, path, key), self.pack(item, path, key)] for key, item in value.items()]
 
     def pack_dict(self, value: dict[Any, Any], path: _Path) -> Any:
         if TAG not in value and all(type(key) is str and encode_text(key) is key for key in value):
-            return {key: self.pack(item, (path, _Key(key))) for key, item in value.items()}
+            return {key: self.pack(item, path, key) for key, item in value.items()}
         return {TAG: "dict", "items": self.pack_pairs(value, path)}
 
     def pack_defaultdict(self, value: defaultdict[Any, Any], path: _Path) -> Any:
         factory = value.default_factory
         name = None if factory is None else getattr(factory, "__name__", None)
         if factory is not None and _FACTORIES.get(str(name)) is not factory:
-            raise _refusal(value, path, f"Its default_factory has to be None or one of {', '.join(_FACTORIES)}")
+            reason = f"Its default_factory has to be None or one of {', '.join(_FACTORIES)}"
+            raise _refusal(value, str(path), reason)
         return {TAG: "defaultdict", "factory": name, "items": self.pack_pairs(value, path)}
 
     def pack_set(self, value: set[Any] | frozenset[Any], path: _Path) -> Any:
@@ -206,27 +231,6 @@ _BUILDERS: dict[str, Callable[[dict[str, Any], list[Any]], Any]] = {
 }
 
 
-class _Key(NamedTuple):
-    """A key of a mapping, as a step of a path; an index of a list stands for itself."""
-
-    key: Any
-
-
-def _rendered(path: _Path) -> str:
-    steps = []
-    around: Any = path
-    while around is not None:
-        around, step = around
-        steps.append(step)
-    text: str = steps.pop()
-    for step in reversed(steps):
-        if isinstance(step, _Key):
-            text += f".{step.key}" if isinstance(step.key, str) else f"[{_shown(step.key)}]"
-        else:
-            text += f"[{step}]"
-    return text
-
-
 def _shown(key: Any) -> str:
     try:
         return f"{key!r:.80}"
@@ -234,16 +238,14 @@ def _shown(key: Any) -> str:
         return f"a {type(key).__name__}"
 
 
-def _checked(encode: Callable[[Any], Any], value: Any, path: _Path) -> Any:
+def _checked(encode: Callable[[Any], Any], value: Any, place: str) -> Any:
     try:
         return encode(value)
     except (LookupError, TypeError) as error:
-        raise _refusal(value, path, str(error.args[0]).capitalize()) from error
+        raise _refusal(value, place, str(error.args[0]).capitalize()) from error
 
 
-def _refusal(value: Any, path: _Path, reason: str) -> CheckpointError:
+def _refusal(value: Any, place: str, reason: str) -> CheckpointError:
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return CheckpointError(
-        f"{_rendered(path)} is of type {name}, which can't be stored. {reason}. Nothing was written."
-    )
+    return CheckpointError(f"{place} is of type {name}, which can't be stored. {reason}. Nothing was written.")
