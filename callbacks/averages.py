@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ..checkpoint.finite import all_finite, nonfinite_names
 from ..checkpoint.names import plain_names
-from ..checkpoint.sharded import fill_part, is_sharded, local_part
+from ..checkpoint.sharded import fill_part, is_sharded, local_part, whole
 from ..checkpoint.shards import listed
 from ..checkpoint.stored import StoredTensor
 from ..distributed.errors import CheckpointError, ConfigError
@@ -61,19 +61,30 @@ class Averages:
         module: whose weights they are.
         owner: the callback's name, for errors.
         use_buffers: whether buffers are averaged as well.
+        part: gives what this process has of a parameter's values, to read and to write.
+        show: lets the module compute with what was written there, and gives what goes back.
     """
 
-    def __init__(self, module: nn.Module, owner: str, *, use_buffers: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        owner: str,
+        *,
+        use_buffers: bool,
+        part: Callable[[Tensor], Tensor],
+        show: Callable[[], Callable[[], None]],
+    ) -> None:
         self._module = module
         self._owner = owner
         self._use_buffers = use_buffers
+        self._part, self._show = part, show
         self._places = places_of(module)
         self._known: set[Tensor] = set()
         """Parameters that are averaged."""
         self.tensors: dict[str, Tensor] = {}
         """The averages by the plain names of what they average."""
-        self._values: list[tuple[Place, Tensor]] = []
-        """What `update` averages, in the order of the averages; empty until it has looked."""
+        self._values: list[tuple[Place, Tensor, Tensor]] = []
+        """What `update` averages, in the order of the averages; empty until it has looked. See `_fitting`."""
         if use_buffers:
             self._add_buffers()
 
@@ -96,11 +107,11 @@ class Averages:
             ConfigError: a weight has got another shape.
         """
         # Modules may put another tensor into a place, as they do with buffers.
-        if not self._values or any(owner.get(name) is not value for (owner, name, _), value in self._values):
+        if not self._values or any(owner.get(name) is not value for (owner, name, _), value, _ in self._values):
             self._values = self._fitting(self._places)
         alike: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for whole, (_, tensor) in zip(self.tensors.values(), self._values, strict=True):
-            average, value = local_part(whole), local_part(tensor)
+        for kept, (_, _, tensor) in zip(self.tensors.values(), self._values, strict=True):
+            average, value = local_part(kept), local_part(tensor)
             if value.dtype == average.dtype:
                 alike[0].append(average)
                 alike[1].append(value)
@@ -111,7 +122,7 @@ class Averages:
 
     @contextmanager
     def applied_to(self, module: nn.Module, *, stay: bool = False) -> Iterator[None]:
-        """A context in which a module has the averages. Local.
+        """A context in which a module has the averages. Its beginning is collective where `show` is.
 
         Args:
             module: the averaged one, or another of the same make.
@@ -120,15 +131,25 @@ class Averages:
             ConfigError: the module does not have these weights.
         """
         found = self._fitting(places_of(module))
-        own = [(place, value, local_part(value.detach()).clone()) for place, value in found]
+        own = [(place, value, part, local_part(part.detach()).clone()) for place, value, part in found]
+        shown = [_nothing]
+
+        def put_back() -> None:
+            _write([part for _, _, part, _ in own], [copy for *_, copy in own])
+            shown[0]()
+            for place, value, *_ in own:  # a module may have put another buffer into its place
+                place.owner[place.attribute] = value
+
         try:
-            _write([value for _, value, _ in own], list(self.tensors.values()))
+            _write([part for _, _, part in found], list(self.tensors.values()))
+            if any(part is not value for _, value, part in found):
+                shown[0] = self._show()
             yield
         except BaseException:
-            _put_back(own)
+            put_back()
             raise
         if not stay:
-            _put_back(own)
+            put_back()
 
     def load(self, saved: Mapping[str, Tensor | StoredTensor]) -> None:
         """Take over averages that were saved.
@@ -157,8 +178,8 @@ class Averages:
             if not place.is_buffer and place.value is not None:
                 self._known.add(place.value)
 
-    def _fitting(self, places: Mapping[str, Place]) -> list[tuple[Place, Tensor]]:
-        """What there is now in the place of each average, in their order.
+    def _fitting(self, places: Mapping[str, Place]) -> list[tuple[Place, Tensor, Tensor]]:
+        """What there is now in the place of each average, and what this process has of its values, in their order.
 
         Raises:
             ConfigError: it is gone, or has another shape.
@@ -167,13 +188,14 @@ class Averages:
         for name, average in self.tensors.items():
             place = places.get(name)
             value = None if place is None else place.value
-            if place is None or value is None or value.shape != average.shape:
-                state = "is gone" if value is None else f"has the shape {tuple(value.shape)}"
+            part = None if value is None else self._part(value)
+            if place is None or value is None or part is None or part.shape != average.shape:
+                state = "is gone" if part is None else f"has the shape {tuple(part.shape)}"
                 raise ConfigError(
                     f"{self._owner} averages {name!r} of shape {tuple(average.shape)}, which {state} now. Weights keep "
                     "their names and shapes while they are averaged: change them before fit."
                 )
-            found.append((place, value))
+            found.append((place, value, part))
         return found
 
     def _add_buffers(self) -> None:
@@ -192,9 +214,10 @@ class Averages:
                 f"{self._owner} can't average {name!r}, which has no shape yet, as its layer is lazy. Call the model "
                 "once before fit."
             )
-        is_half = value.is_floating_point() and value.dtype.itemsize < 4
-        dtype = torch.float32 if is_half else value.dtype
-        average = self.tensors[name] = value.detach().to(dtype, copy=True)
+        part = self._part(value).detach()
+        is_half = part.is_floating_point() and part.dtype.itemsize < 4
+        dtype = torch.float32 if is_half else part.dtype
+        average = self.tensors[name] = part.to(dtype, copy=True)
         self._values = []
         return average
 
@@ -202,10 +225,15 @@ class Averages:
 @torch.no_grad()
 def _write(targets: list[Tensor], values: list[Tensor]) -> None:
     """Copy values into tensors, past autograd: a graph that still holds them is to find what it knew, once it is
-    brought back.
+    brought back. Collective where a value is in parts and its target is whole.
     """
     if targets:
-        torch._foreach_copy_([local_part(target.detach()).data for target in targets], list(map(local_part, values)))
+        own = [local_part(target.detach()).data for target in targets]
+        fitting = [
+            local_part(value) if is_sharded(target) else whole(value)
+            for target, value in zip(targets, values, strict=True)
+        ]
+        torch._foreach_copy_(own, fitting)
 
 
 def _fill(average: Tensor, saved: Tensor | StoredTensor) -> None:
@@ -218,7 +246,5 @@ def _fill(average: Tensor, saved: Tensor | StoredTensor) -> None:
         local_part(average).copy_(local_part(saved))
 
 
-def _put_back(own: list[tuple[Place, Tensor, Tensor]]) -> None:
-    _write([value for _, value, _ in own], [copy for _, _, copy in own])
-    for place, value, _ in own:  # a module may have put another buffer into its place
-        place.owner[place.attribute] = value
+def _nothing() -> None:
+    pass

@@ -79,7 +79,8 @@ class WeightAveraging(Callback, ABC):
         return MappingProxyType({} if self._averages is None else self._averages.tensors)
 
     def applied_to(self, task: nn.Module) -> AbstractContextManager[None]:
-        """A context in which a task has the averages, as `evaluates` gives them to the run's validations. Local.
+        """A context in which a task has the averages, as `evaluates` gives them to the run's validations. Its beginning
+        is collective under DeepSpeed.
 
         Afterwards its own weights are back, bit for bit, also after an exception.
 
@@ -114,8 +115,8 @@ class WeightAveraging(Callback, ABC):
             )
         if not trainer.shows_weights:
             raise ConfigError(
-                f"{self._name} can't average weights that are in parts between two steps, as at DeepSpeed's stage 3. "
-                "Use zero_stage=2 or strategy='fsdp'."
+                f"{self._name} can't average weights that are elsewhere between two steps, as those of a pipeline's "
+                "other stages, or on NVMe. Use strategy='fsdp', or offload to the CPU."
             )
         self._forget()
         self._task, self._is_finished = task, False
@@ -232,7 +233,9 @@ class WeightAveraging(Callback, ABC):
                 f"{self._name} found nothing to average: no optimizer has a parameter that is trained. Return one from "
                 "`configure_optimizers`, or leave the callback out."
             )
-        self._averages = Averages(self._task, self._name, use_buffers=self._use_buffers)
+        self._averages = Averages(
+            self._task, self._name, use_buffers=self._use_buffers, part=trainer.weight_part, show=trainer.show_parts
+        )
         self._averages.track(trained)
 
     def state_dict(self) -> dict[str, Any]:
@@ -248,6 +251,16 @@ class WeightAveraging(Callback, ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep what was saved until the run begins, which has the weights."""
         self._loaded = state
+
+    def rollback_state(self) -> dict[str, Any]:
+        """The averages and where they stand."""
+        return self.state_dict()
+
+    def roll_back(self, trainer: TrainerView, state: dict[str, Any]) -> None:
+        """Put them back."""
+        self._averages = None
+        self._schedule = Schedule(self._every, trainer.state)
+        self._take_back(trainer, state)
 
     def _take_back(self, trainer: TrainerView, state: dict[str, Any]) -> None:
         self.num_averaged, self._newest_step = state["num_averaged"], state["newest_step"]

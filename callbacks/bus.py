@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from ..distributed.errors import suggest
 from .callback import Callback, ControlFlow
+from .ledger import Cost, CostLedger
 
 Event: TypeAlias = Callable[..., None]
 """An event is named by its method: `Callback.on_step`."""
@@ -26,7 +28,11 @@ CLEAN_UP: frozenset[Event] = frozenset({
 
 
 def bind(
-    callbacks: Iterable[Callback], functions: Iterable[tuple[Event, Handler]], trainer: Any, task: Any
+    callbacks: Iterable[Callback],
+    functions: Iterable[tuple[Event, Handler]],
+    trainer: Any,
+    task: Any,
+    ledger: CostLedger | None = None,
 ) -> dict[Event, Emit | None]:
     """For each event the function that calls its handlers in order, or None where nobody handles it.
 
@@ -37,14 +43,19 @@ def bind(
         functions: single functions with their event; they run after the callbacks.
         trainer: passed to each handler first.
         task: passed to each handler second.
+        ledger: where the time of each handler is added up.
     """
-    handlers: dict[Event, list[Handler]] = {event: [] for event in EVENTS.values()}
+    ledger = CostLedger() if ledger is None else ledger
+    handlers: dict[Event, list[tuple[Handler, Cost]]] = {event: [] for event in EVENTS.values()}
     for callback in callbacks:
         for name in overridden(callback):
-            handlers[EVENTS[name]].append(getattr(callback, name))
+            handler = getattr(callback, name)
+            handlers[EVENTS[name]].append((handler, ledger.cost_of(handler, name)))
     for event, function in functions:
-        handlers[event].append(function)
-    return {event: _emitter(event, found, trainer, task) if found else None for event, found in handlers.items()}
+        handlers[event].append((function, ledger.cost_of(function, event.__name__)))
+    return {
+        event: _emitter(event, found, trainer, task, ledger) if found else None for event, found in handlers.items()
+    }
 
 
 _FOREIGN = {
@@ -80,46 +91,44 @@ def overridden(callback: Callback) -> list[str]:
     return [name for name, event in EVENTS.items() if getattr(type(callback), name) is not event or name in own]
 
 
-def _emitter(event: Event, handlers: Sequence[Handler], trainer: Any, task: Any) -> Emit:
-    name = event.__name__
+def _emitter(
+    event: Event, handlers: Sequence[tuple[Handler, Cost]], trainer: Any, task: Any, ledger: CostLedger
+) -> Emit:
+    """What calls the handlers in order and adds their time to their costs: here, since a call more would be felt."""
+    cleans_up, now = event in CLEAN_UP, time.perf_counter
 
     def emit(*values: Any) -> None:
-        handler = handlers[0]
-        try:
-            for handler in handlers:
-                handler(trainer, task, *values)
-        except ControlFlow:
-            raise
-        except BaseException as error:
-            _note(error, handler, name, trainer)
-            raise
-
-    def emit_to_all(*values: Any) -> None:
         failure: BaseException | None = None
-        for handler in handlers:
+        for handler, cost in handlers:
+            others, began = ledger.seconds, now()
             try:
                 handler(trainer, task, *values)
-            except ControlFlow as steering:
-                failure = failure or steering
-            except BaseException as error:  # noqa: BLE001 - raised again when the others have been called
-                _note(error, handler, name, trainer)
-                if failure is None or isinstance(failure, ControlFlow):
-                    failure = error
-                else:
-                    failure.add_note(f"{_owner(handler)}.{name} failed as well: {type(error).__name__}: {error}")
+            except BaseException as error:
+                failure = _joined(failure, error, cost, trainer)
+                if not cleans_up:
+                    raise
+            finally:
+                took = now() - began
+                own = took - (ledger.seconds - others)
+                ledger.seconds += own
+                cost.seconds += own
+                cost.calls += 1
+                if took > cost.longest:
+                    cost.longest = took
         if failure is not None:
             raise failure
 
-    return emit_to_all if event in CLEAN_UP else emit
+    return emit
 
 
-def _note(error: BaseException, handler: Handler, event: str, trainer: Any) -> None:
-    """Say on the error which callback raised it, where, and at which step."""
-    error.add_note(f"raised by {_owner(handler)} in {event}, at step {trainer.state.step}")
-
-
-def _owner(handler: Handler) -> str:
-    owner = getattr(handler, "__self__", None)
-    if owner is not None:
-        return type(owner).__name__
-    return str(getattr(handler, "label", getattr(handler, "__qualname__", handler)))
+def _joined(failure: BaseException | None, error: BaseException, cost: Cost, trainer: Any) -> BaseException:
+    """What goes on its way of two exceptions: the first that is no control flow. It says which callback raised it,
+    where, at which step, and what failed as well.
+    """
+    if isinstance(error, ControlFlow):
+        return failure or error
+    if failure is None or isinstance(failure, ControlFlow):
+        error.add_note(f"raised by {cost.owner} in {cost.event}, at step {trainer.state.step}")
+        return error
+    failure.add_note(f"{cost.owner}.{cost.event} failed as well: {type(error).__name__}: {error}")
+    return failure

@@ -27,6 +27,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from ..distributed.flow import Flow
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from .view import TaskView, TrainerView
 
 
-class ControlFlow(Exception):  # noqa: N818 - these are control flow, not errors
+class ControlFlow(Flow):
     """The base of the exceptions by which a callback or a hook of the task steers the loop."""
 
 
@@ -119,6 +121,15 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
+
+    def rollback_state(self) -> Any:
+        """What of this callback goes back together with the weights when `RollBack` goes back to an earlier step, which
+        has to copy it: nested mappings and lists of numbers and tensors. None: nothing of it does.
+        """
+        return None
+
+    def roll_back(self, trainer: TrainerView, state: Any) -> None:
+        """Put back what `rollback_state` gave; it is this callback's to keep. The counters are back already."""
 
     def evaluation_weights(self, trainer: TrainerView, task: TaskView) -> AbstractContextManager[None] | None:
         """A context in which the task has the weights that are to be evaluated and saved in the place of those of the

@@ -289,7 +289,8 @@ class ModelCheckpoint(Callback):
 
     def _load_best(self, trainer: TrainerView) -> None:
         if self.best_path is not None:
-            load_weights(trainer.unwrapped_model(), self.best_path)
+            with trainer.writing_weights():
+                load_weights(trainer.unwrapped_model(), self.best_path)
         elif trainer.process.is_main_process:
             warnings.warn(
                 f"ModelCheckpoint(restore_best=True): {self.reads[0]} had no finite value, so that there is no best "

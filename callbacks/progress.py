@@ -12,7 +12,7 @@ from .callback import Callback
 from .intervals import Interval, IntervalLike
 from .progress_bars import BarDisplay
 from .progress_lines import LineDisplay
-from .progress_work import Display, Work, epoch_work
+from .progress_work import Display, Work, epoch_work, format_shares
 
 if TYPE_CHECKING:
     from .view import TaskView, TrainerView
@@ -37,6 +37,7 @@ class ProgressBar(Callback):
         leave: keep each finished epoch's bar on the screen, not only the last one.
         refresh_seconds: the shortest time between two drawings of the bars.
         stream: where to write in place of stderr.
+        times_after_seconds: a training that took at least so long ends with a line that says where its time went.
     Raises:
         ConfigError: an argument can't be read.
     """
@@ -51,10 +52,12 @@ class ProgressBar(Callback):
         leave: bool = False,
         refresh_seconds: float = 0.1,
         stream: TextIO | None = None,
+        times_after_seconds: float = 10.0,
     ) -> None:
         if style not in get_args(Style):
             raise ConfigError(f"ProgressBar(style={style!r}) is unknown. {suggest(style, get_args(Style))}")
         check_number("ProgressBar(refresh_seconds)", refresh_seconds, least=0, hint="0 draws at every batch.")
+        check_number("ProgressBar(times_after_seconds)", times_after_seconds, least=0, hint="0 always shows it.")
         check_boolean("ProgressBar(leave)", leave)
         if stream is not None and not all(callable(getattr(stream, name, None)) for name in ("write", "flush")):
             raise ConfigError(
@@ -65,6 +68,7 @@ class ProgressBar(Callback):
         self._style = style
         self._leave = leave
         self._refresh_seconds = refresh_seconds
+        self._times_after_seconds = times_after_seconds
         self._stream = stream
         self._display: Display | None = None
         self._training: Work | None = None
@@ -107,6 +111,9 @@ class ProgressBar(Callback):
         """Leave the last state on the screen."""
         if self._training is not None and self._display is not None:
             self._display.end(self._training, trainer)
+            seconds = trainer.training_seconds
+            if sum(seconds.values()) >= self._times_after_seconds:
+                print(f"time: {format_shares(seconds)}", file=self._stream or sys.stderr, flush=True)
         self._training = None
 
     def on_teardown(self, trainer: TrainerView, task: TaskView) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -125,6 +126,14 @@ def seconds_left(trainer: TrainerView) -> float | None:
 def format_number(value: float) -> str:
     """Four significant digits; whole numbers below ten million in full."""
     return str(int(value)) if abs(value) < 1e7 and value == int(value) else f"{value:.4g}"
+
+
+def format_shares(seconds: Mapping[str, float]) -> str:
+    """Where the time went: `"data 3 %, forward 41 %, other 2 % of 0:12:31"`. What rounds to nothing is left out."""
+    total = sum(seconds.values())
+    shares = {name: round(100 * part / total) for name, part in seconds.items()} if total > 0 else {}
+    told = ", ".join(f"{name} {share} %" for name, share in shares.items() if share)
+    return f"{told} of {format_seconds(total)}" if told else format_seconds(total)
 
 
 def format_seconds(seconds: float) -> str:

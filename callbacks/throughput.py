@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from .view import TaskView, TrainerView
 
 
+_SHARES = {
+    "data": "data_wait", "forward": "forward", "backward": "backward", "step": "step", "callbacks": "callbacks",
+    "trackers": "trackers",
+}  # fmt: skip
+"""The parts of the training that are reported, and what they are called."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Reading:
     """The counters at one moment."""
@@ -28,7 +35,8 @@ class _Reading:
     tokens: int
     batches: int
     steps: int
-    waited: float
+    parts: dict[str, float]
+    """The seconds of each part of the training."""
 
 
 class ThroughputMonitor(Callback):
@@ -38,6 +46,7 @@ class ThroughputMonitor(Callback):
     |---|---|
     | `throughput/samples_per_second` | also `tokens_per_second` where tokens are counted, `batches_...`, `steps_...` |
     | `throughput/data_wait_share` | the share of the time spent waiting for the next batch, 0 to 1 |
+    | `throughput/forward_share` | also of `backward`, `step`, `callbacks` and `trackers`: time on the host |
     | `throughput/flops_per_second` | where the model's operations are known: given here, or as `task.flops_per_batch` |
     | `throughput/mfu` | these as a share of the devices' peak, where that is known too |
 
@@ -55,7 +64,9 @@ class ThroughputMonitor(Callback):
 
     provides = (
         "throughput/samples_per_second", "throughput/tokens_per_second", "throughput/batches_per_second",
-        "throughput/steps_per_second", "throughput/data_wait_share", "throughput/flops_per_second", "throughput/mfu",
+        "throughput/steps_per_second", "throughput/data_wait_share", "throughput/forward_share",
+        "throughput/backward_share", "throughput/step_share", "throughput/callbacks_share",
+        "throughput/trackers_share", "throughput/flops_per_second", "throughput/mfu",
     )  # fmt: skip
 
     steers = False
@@ -129,7 +140,7 @@ class ThroughputMonitor(Callback):
         state = trainer.state
         return _Reading(
             seconds=time.monotonic() - self._paused_seconds, samples=state.samples, tokens=state.tokens,
-            batches=state.micro_step, steps=state.step, waited=trainer.data_wait_seconds,
+            batches=state.micro_step, steps=state.step, parts=trainer.training_seconds,
         )  # fmt: skip
 
     def _use_of_device(
@@ -179,7 +190,11 @@ def _rates(oldest: _Reading, now: _Reading, seconds: float) -> dict[str, float]:
     if not now.tokens:
         del counted["tokens"]
     rates = {f"throughput/{what}_per_second": count / seconds for what, count in counted.items()}
-    return {**rates, "throughput/data_wait_share": min(1.0, (now.waited - oldest.waited) / seconds)}
+    parts = {
+        f"throughput/{_SHARES[name]}_share": min(1.0, (now.parts[name] - oldest.parts[name]) / seconds)
+        for name in _SHARES
+    }
+    return {**rates, **parts}
 
 
 def _known_peak(trainer: TrainerView) -> float | None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..distributed.process import ProcessState
     from ..distributed.shares import DataShare
     from .callback import Callback
+    from .ledger import Cost
     from .limits import Limits
     from .state import RunState
 
@@ -129,6 +130,21 @@ class TrainerView(Protocol):
         """Time that the training has spent waiting for data."""
         ...
 
+    @property
+    def training_seconds(self) -> dict[str, float]:
+        """The seconds that each part of the training has taken on this process's host, `"other"` for the rest."""
+        ...
+
+    @property
+    def callback_costs(self) -> Sequence[Cost]:
+        """What each callback has taken in this run, for each of its events."""
+        ...
+
+    @property
+    def tracker_seconds(self) -> Mapping[str, float]:
+        """What each tracker has taken in this run, by its name."""
+        ...
+
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which the run's forward passes are."""
         ...
@@ -163,6 +179,22 @@ class TrainerView(Protocol):
         """Whether parameters have their values (this process's part, where they are sharded) between two passes."""
         ...
 
+    def weight_part(self, parameter: Tensor) -> Tensor:
+        """What this process has of a parameter's values between two steps, to read and to write. Local."""
+        ...
+
+    def show_parts(self) -> Callable[[], None]:
+        """Let the task compute with what was written into the `weight_part` of parameters; what is returned goes back
+        to the former values. Collective where parameters are updated in parts.
+        """
+        ...
+
+    def writing_weights(self) -> AbstractContextManager[Any]:
+        """A context in which every process writes the same weights into the task. Collective where parameters are
+        updated in parts.
+        """
+        ...
+
     def whole_shapes(self) -> AbstractContextManager[Any]:
         """A context in which the task's parameters have their whole shapes, and not always values. Local."""
         ...
@@ -188,6 +220,16 @@ class TrainerView(Protocol):
     def training_batches(self) -> Iterator[Any]:
         """One more pass over this process's training batches, on the device; it leaves no trace. Collective where the
         loader is dispatched, or shuffles by a generator that processes share.
+        """
+        ...
+
+    def take_snapshot(self) -> Any:
+        """The state of the training in memory, at a step boundary: see `go_back_to`. Collective."""
+        ...
+
+    def go_back_to(self, snapshot: Any) -> None:
+        """Put the training back to where a snapshot of this epoch was taken, but for its place in the data. At a step
+        boundary; the snapshot stays good. Collective.
         """
         ...
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, TypedDict
@@ -54,6 +55,8 @@ class TrackerGroup:
         self.enabled = enabled
         self.is_open = False
         """Whether a run was started and not finished."""
+        self.seconds: dict[str, float] = {}
+        """What each tracker has taken since the run was started, by its name."""
         self._live: list[Tracker] = []
         self._reported: set[str] = set()
         self._last_step = 0
@@ -90,6 +93,7 @@ class TrackerGroup:
         self._last_step = max(0, leg.resumed_step or 0, 0 if resumed is None else resumed["last_step"])
         self._num_last = resumed["num_last"] if resumed and resumed["last_step"] == self._last_step else 0
         self._reported.clear()
+        self.seconds = {tracker.name: 0.0 for tracker in self.trackers}
         self._cleaner = MetricCleaner()
         if not self.enabled or not self.trackers:
             return
@@ -166,12 +170,15 @@ class TrackerGroup:
 
     def _call(self, tracker: Tracker, method: str, *arguments: Any, **options: Any) -> bool:
         """Call one method of one tracker. Returns whether it succeeded."""
+        began = time.perf_counter()
         try:
             getattr(tracker, method)(*arguments, **options)
         except Exception as error:  # noqa: BLE001
             # Bookkeeping must not cost anybody a training run: it is said, and training goes on.
             self._report(tracker, method, error)
             return False
+        finally:
+            self.seconds[tracker.name] += time.perf_counter() - began
         return True
 
     def _state_of(self, tracker: Tracker) -> dict[str, Any]:

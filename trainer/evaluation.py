@@ -61,7 +61,7 @@ PREDICT = Stage(
 def validate(run: Run, training: Training) -> None:
     """Validation inside training. It leaves no trace there; its metrics become a record at the current step."""
     assert training.validation is not None
-    with refused(SkipBatch, EndEpoch):
+    with run.clock.part("validation"), refused(SkipBatch, EndEpoch):
         evaluate(run, VALIDATION, training.validation)
     training.validated_at = (run.state.micro_step, run.state.step)
     training.validation_due = False

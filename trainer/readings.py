@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..callbacks.bus import Event
+from ..callbacks.ledger import Cost
 from ..callbacks.limits import Limits
 from ..callbacks.state import RunState
 from ..distributed.errors import ConfigError
@@ -191,6 +192,25 @@ class RunReadings:
             return 0.0
         return training.wait_seconds + (training.reader.wait_seconds if training.reader else 0.0)
 
+    @property
+    def training_seconds(self) -> dict[str, float]:
+        """The seconds that each part of the training has taken on this process's host, `"other"` for the rest.
+
+        The parts are `"data"` (waiting for it), `"forward"`, `"backward"`, `"step"`, `"callbacks"`, `"trackers"`,
+        `"validation"` and `"saving"`; no moment is in two of them.
+        """
+        return self._newest("training_seconds").clock.seconds(self.data_wait_seconds)
+
+    @property
+    def callback_costs(self) -> Sequence[Cost]:
+        """What each callback has taken in this run, for each of its events."""
+        return self._newest("callback_costs").clock.ledger.costs
+
+    @property
+    def tracker_seconds(self) -> Mapping[str, float]:
+        """What each tracker has taken in this run, by its name."""
+        return self._newest("tracker_seconds").trackers.seconds
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """The task's `training_step` in the run's precision. Fires no event. Local: past the strategy's wrapper."""
         run = self._newest("training_step")
@@ -228,6 +248,22 @@ class RunReadings:
     def shows_weights(self) -> bool:
         """Whether parameters have their values (this process's part, where they are sharded) between two passes."""
         return self.strategy.shows_weights
+
+    def weight_part(self, parameter: Tensor) -> Tensor:
+        """What this process has of a parameter's values between two steps, to read and to write. Local."""
+        return self.strategy.weight_part(self._newest("weight_part").model, parameter)
+
+    def show_parts(self) -> Callable[[], None]:
+        """Let the task compute with what was written into the `weight_part` of parameters; what is returned goes back
+        to the former values. Collective where parameters are updated in parts.
+        """
+        return self.strategy.show_parts(self._newest("show_parts").model)
+
+    def writing_weights(self) -> AbstractContextManager[Any]:
+        """A context in which every process writes the same weights into the task. Collective where parameters are
+        updated in parts.
+        """
+        return self.strategy.writing_weights(self._newest("writing_weights").model)
 
     def whole_shapes(self) -> AbstractContextManager[Any]:
         """A context in which the task's parameters have their whole shapes, and not always values. Local."""

@@ -29,9 +29,11 @@ from ..strategies.precision import Precision
 from ..strategies.strategy import Strategy
 from ..trackers.group import TrackerGroup
 from .agreement import Agreement
+from .clock import RunClock
 from .loss import WindowLoss
 from .metrics import MetricLog
 from .optimization import SchedulerConfig
+from .overhead import OverheadBudget
 from .saves import Saves
 from .task import Task
 
@@ -255,6 +257,10 @@ class Run:
     """What the processes decide together, None in one process."""
     saves: Saves = field(default_factory=Saves)
     """The checkpoints that were asked for."""
+    clock: RunClock = field(default_factory=RunClock)
+    """Where the time goes."""
+    budget: OverheadBudget | None = None
+    """What bookkeeping may take of it."""
     begins_again: bool = False
     """Whether this is the first leg although an earlier process may have begun it: it left no checkpoint."""
     resumption: Resumption | None = None
@@ -386,8 +392,13 @@ class Run:
         """
         return Paired(self, start, end, end_values, holds_stop and self.agreement is not None)
 
-    def record(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """Make one record of logged values: on the host, shown to callbacks, sent to the trackers."""
+    def record(self, values: Mapping[str, Any], *, is_of_step: bool = False) -> dict[str, float]:
+        """Make one record of logged values: on the host, shown to callbacks, sent to the trackers.
+
+        Args:
+            values: by name.
+            is_of_step: trackers need not get it where it would take them over their budget.
+        """
         self.read_tokens()
         metrics = to_numbers(values)
         step = self.state.step
@@ -398,7 +409,9 @@ class Run:
                 self.emit(Callback.on_log, metrics, step)
         except StopRun as asked:  # the record stands, on this process as on those that only follow
             stop = asked
-        self.trackers.log(metrics, step)
+        if not is_of_step or self.budget is None or self.budget.allows(self.clock):
+            with self.clock.part("trackers"):
+                self.trackers.log(metrics, step)
         self.remember(metrics)
         if stop is not None:
             raise stop

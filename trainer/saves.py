@@ -84,8 +84,9 @@ def save_what_was_asked(run: Run, training: Training) -> None:
     _announce_committed(run)
     if training.carried:
         return
-    while saves.requests:
-        _save(run, training, saves.requests.pop(0))
+    with run.clock.part("saving"):
+        while saves.requests:
+            _save(run, training, saves.requests.pop(0))
 
 
 def save_now(run: Run, training: Training, request: SaveRequest) -> Path:

@@ -14,8 +14,10 @@ from ..distributed.errors import CheckpointError, ConfigError
 from ..strategies.precision import Precision
 from .readings import RunReadings
 from .resume import read_resume_from
+from .run import Run, Training
 from .saves import read_request, save_now
 from .showing import showing_weights
+from .snapshots import Snapshot, go_back_to, take_snapshot
 from .state_methods import plain_state
 
 EXACTNESS = (
@@ -98,12 +100,43 @@ class RunSaving(RunReadings):
         """Let the next `fit` go on from a checkpoint, as `fit(resume_from=path)` does. Local.
 
         Raises:
-            CheckpointError: there is none at the path, or it is damaged.
+            CheckpointError: there is none at the path, or it is damaged; on several processes checksums are compared by
+                `fit`, each process reading a share of the files.
         """
         wanted = read_resume_from(path)
         if isinstance(wanted, Path):
-            open_checkpoint(wanted)
+            open_checkpoint(wanted, verify="full" if self.process.num_processes == 1 else "sizes")
         self._next_resume = wanted
+
+    def take_snapshot(self) -> Snapshot:
+        """The state of the training in memory, for `go_back_to`. At a step boundary of `fit`. Collective.
+
+        Raises:
+            ConfigError: no training goes on, or it is inside an accumulation window; or the strategy can't.
+        """
+        return take_snapshot(*self._at_boundary("take_snapshot"))
+
+    def go_back_to(self, snapshot: Snapshot) -> None:
+        """Put the training back to where a snapshot of this epoch was taken, but for its place in the data. At a step
+        boundary of `fit`; the snapshot stays good. Collective.
+
+        Raises:
+            ConfigError: no training goes on, or it is inside an accumulation window.
+        """
+        go_back_to(*self._at_boundary("go_back_to"), snapshot)
+
+    def _at_boundary(self, what: str) -> tuple[Run, Training]:
+        run = self._run
+        training = None if run is None else run.training
+        if run is None or training is None or training.boundary(run.state)["micro_step"] != run.state.micro_step:
+            raise ConfigError(f"trainer.{what} is for the boundaries between the optimizer steps of fit.")
+        if not run.strategy.can_go_back:
+            raise ConfigError(
+                f"{type(run.strategy).__name__} can't put a training back to a snapshot in memory: the weights that it "
+                "trains are inside another library or in other processes. Use 'single', 'ddp' or 'fsdp', or resume "
+                "from a checkpoint."
+            )
+        return run, training
 
     def exactness(self) -> dict[str, Any]:
         """The settings on which the numbers of a training depend, as a checkpoint keeps them."""

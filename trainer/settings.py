@@ -16,6 +16,7 @@ from ..distributed.random import check_seed
 from ..strategies.compiling import Compiling
 from ..strategies.gradient_state import check_num_steps
 from .loaders import read_batch_limits
+from .modes import check_matmul_precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,7 @@ class Settings:
     clip_value: float | None
     val_interval: Interval
     log_interval: Interval
+    overhead_budget: float | None
     sanity_val_batches: int
     batch_limits: Mapping[str, int | float]
     overfit_batches: int | None
@@ -36,6 +38,7 @@ class Settings:
     compiling: Compiling | None
     seed: int | None
     is_deterministic: bool
+    matmul_precision: str | None
     project_dir: Path
     name: str | None
 
@@ -50,6 +53,7 @@ class Settings:
                 raise ConfigError(
                     f"{option}={limit!r}. Expected a number above 0, or None to leave gradients as they are."
                 )
+        check_matmul_precision(self.matmul_precision)
         check_integer("sanity_val_batches", self.sanity_val_batches, 0)
         if self.overfit_batches is not None:
             check_integer("overfit_batches", self.overfit_batches, 1)

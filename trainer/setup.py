@@ -21,9 +21,10 @@ from ..distributed.random import set_seed
 from ..strategies.compiling import Compiling, compile_parts
 from .evaluation import Stage
 from .loaders import batches_allowed, evaluation_data, first_batches, training_loader
-from .loop import announce_step
 from .metrics import MetricLog
 from .optimization import Optimization, configure
+from .optimizer_step import announce_step
+from .overhead import OverheadBudget
 from .run import EvaluationData, Run, Training
 from .settings import Settings
 from .signature import bind_step, checked_count, sample_counter
@@ -66,6 +67,8 @@ def start_run(trainer: Trainer, task: Task, stage: str) -> Run:
         trainer=trainer, task=task, model=task, events={}, state=RunState(stage=stage), strategy=trainer.strategy,
         trackers=trainer.tracker_group, training_log=log, log=log,
     )  # fmt: skip
+    share = trainer.settings.overhead_budget
+    run.budget = None if share is None or stage != "train" else OverheadBudget(share)
     rebind(run)
     return run
 
@@ -73,12 +76,13 @@ def start_run(trainer: Trainer, task: Task, stage: str) -> Run:
 def rebind(run: Run) -> None:
     """Bind the events to whoever handles them now: the task, the callbacks, then single functions."""
     functions = [(f.event, f) for f in run.trainer.functions]
-    run.events.update(bind(run.callbacks, functions, run.trainer, run.task))
+    run.events.update(bind(run.callbacks, functions, run.trainer, run.task, run.clock.ledger))
 
 
 def place(run: Run, training: Training) -> None:
     """Put the task with its optimizers where it computes, and make the optimizers known to the accelerator."""
     method = "training_step" if training.is_automatic else None
+    run.precision.prepare_model(run.task)
     run.model, training.optimizers = run.strategy.setup(run.task, training.optimizers, method)
     if method is not None:
         training.step = bind_step(
@@ -288,5 +292,6 @@ def prepare_evaluation(run: Run, settings: Settings, stage: Stage, data: Any) ->
     configuration = _seeding(run.trainer.accelerator.dataloader_config)
     found = evaluation_data(data, stage.name, settings.batch_limits.get(short), run.strategy, configuration)
     build_model(task, settings.compiling)
+    run.precision.prepare_model(task)
     run.model, _ = run.strategy.setup(task, [], None)
     return found

@@ -32,6 +32,7 @@ from ..distributed.launched import Launch, find_launch
 from ..distributed.process import ProcessState
 from ..distributed.random import set_seed
 from ..strategies.compiling import read_compiling
+from ..strategies.fp8_recipes import RecipeKwargs
 from ..strategies.precision import Precision
 from ..strategies.strategy import Strategy
 from ..trackers.registry import create_trackers
@@ -44,7 +45,8 @@ from .evaluation import PREDICT, TEST, VALIDATION, Stage, evaluate, predict
 from .keywords import naming_keywords
 from .loaders import read_batch_limits
 from .meeting import join_others
-from .modes import deterministic_algorithms, training_mode
+from .modes import deterministic_algorithms, float32_products, training_mode
+from .overhead import read_overhead_budget
 from .plan import make_plan
 from .plan_report import Plan
 from .resume import LATEST, find_checkpoint, go_on_from, read_resume_from, restore, tell
@@ -77,7 +79,11 @@ class Trainer(RunSaving):
         num_nodes: how many machines take part; more than one need a launcher.
         process_timeout: how long processes wait for one that does not come before the run fails: `"10 min"`, seconds,
             or a timedelta; by default as long as torch has it, 30 minutes, 10 with NCCL.
-        precision: `"no"`, `"bf16"` or `"fp16"` (forward and backward under autocast).
+        precision: `"no"`, `"bf16"` or `"fp16"` (forward and backward under autocast), `"fp8"` (also linear layers in
+            8 bits), `"bf16-true"` or `"fp16-true"` (weights too); a mapping with `"name"` and options; or a recipe of
+            fp8.
+        matmul_precision: of products of fp32 numbers while a run goes on, `"highest"`, `"high"` or `"medium"`, as
+            `torch.set_float32_matmul_precision` takes it; None: as torch is set.
         compile: compile the task's modules by `torch.compile`; keys of the state stay as they are. `"regional"`: the
             layers that it repeats alone, whose code is compiled once for all of them. A mapping: `"regional"` and
             arguments of `torch.compile`.
@@ -100,6 +106,8 @@ class Trainer(RunSaving):
             for none.
         progress: show a progress bar.
         log_every: when values of steps become a record; a bare number counts optimizer steps.
+        overhead_budget: the share of the training's time, such as `"2%"`, above which trackers are given fewer records
+            of steps, and callbacks are warned of.
         seed: seeds Python, NumPy and torch, here and again when a run begins.
         deterministic: use deterministic algorithms while a run goes on, or fail where torch has none.
         project_dir: the folder of all runs.
@@ -120,7 +128,8 @@ class Trainer(RunSaving):
         devices: int | str = "auto",
         num_nodes: int = 1,
         process_timeout: float | str | datetime.timedelta | None = None,
-        precision: str | Precision = "no",
+        precision: str | dict[str, Any] | RecipeKwargs | Precision = "no",
+        matmul_precision: str | None = None,
         compile: bool | str | dict[str, Any] = False,
         accumulate: int = 1,
         accumulate_across_epochs: Remainder = "flush",
@@ -136,6 +145,7 @@ class Trainer(RunSaving):
         trackers: str | bool | Tracker | dict[str, Any] | list[str | Tracker | dict[str, Any]] | None = "tensorboard",
         progress: bool = True,
         log_every: int | str | list[int | str] = "50 steps",
+        overhead_budget: float | str | None = None,
         seed: int | None = None,
         deterministic: bool = False,
         project_dir: str | Path = "runs",
@@ -155,12 +165,14 @@ class Trainer(RunSaving):
             clip_value=clip_value,
             val_interval=Interval.parse(val_every, unit="steps", option="val_every"),
             log_interval=Interval.parse(log_every, unit="steps", option="log_every"),
+            overhead_budget=read_overhead_budget(overhead_budget),
             sanity_val_batches=sanity_val_batches,
             batch_limits=read_batch_limits(limit_batches),
             overfit_batches=overfit_batches,
             compiling=read_compiling(compile),
             seed=seed,
             is_deterministic=deterministic,
+            matmul_precision=matmul_precision,
             project_dir=Path(project_dir) if isinstance(project_dir, (str, os.PathLike)) else project_dir,
             name=name,
         )
@@ -232,7 +244,10 @@ class Trainer(RunSaving):
             self._open_trackers(run)
             stack.enter_context(training_mode(run.task))
             stack.enter_context(torch.enable_grad())  # what the task does to this mode ends with the run
-            loop.fit(run, training)
+            with run.clock.running():
+                loop.fit(run, training)
+            if run.budget is not None:
+                run.budget.report(run.clock)
 
     def validate(self, task: Task, data: Any = None) -> dict[str, float]:
         """Evaluate a task by its `validation_step`. Returns the means of what it logged, by name."""
@@ -312,6 +327,7 @@ class Trainer(RunSaving):
         if self.process.num_processes > 1:
             self._meet(run)
         stack.enter_context(deterministic_algorithms(self.settings.is_deterministic))
+        stack.enter_context(float32_products(self.settings.matmul_precision))
         stack.enter_context(refused(SkipBatch, EndEpoch, StopRun))  # out of on_setup and on_teardown
         stack.enter_context(run.paired(Callback.on_setup, Callback.on_teardown))
         stack.enter_context(refused(SkipBatch, EndEpoch, StopRun))

@@ -72,12 +72,14 @@ def test_rates_hang_together() -> None:
     for _, rates in records.all:
         assert set(rates) == {
             "samples_per_second", "tokens_per_second", "batches_per_second", "steps_per_second", "data_wait_share",
+            "forward_share", "backward_share", "step_share", "callbacks_share", "trackers_share",
         }  # fmt: skip
         assert 0 < rates["batches_per_second"] <= 1 / STEP
         assert rates["steps_per_second"] == pytest.approx(rates["batches_per_second"] / 2)
         assert rates["samples_per_second"] == pytest.approx(rates["batches_per_second"] * SAMPLES)
         assert rates["tokens_per_second"] == pytest.approx(rates["batches_per_second"] * TOKENS)
         assert 0 <= rates["data_wait_share"] < 0.5
+        assert sum(rate for name, rate in rates.items() if name.endswith("_share")) <= 1
 
 
 def test_no_tokens_no_rate_of_them() -> None:

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from loopwright.callbacks.profiling import ProfileKwargs
 from loopwright.checkpoint.weights import load_weights
 from loopwright.data.configuration import DataLoaderConfiguration
 from loopwright.distributed.errors import ConfigError
 from loopwright.distributed.kinds import DistributedType
 from loopwright.strategies.gradient_state import GradientAccumulationPlugin
 from loopwright.strategies.handlers import DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs
-from loopwright.trainer.profiling import ProfileKwargs
 
 from .several import on_cpu
 from .weights import Weight

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from loopwright.callbacks.profiling import ProfileKwargs
 from loopwright.distributed.errors import ConfigError
 from loopwright.trainer.accelerator import Accelerator
-from loopwright.trainer.profiling import ProfileKwargs
 
 
 def test_what_runs_is_recorded_and_written(tmp_path: Path) -> None:
