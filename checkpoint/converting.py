@@ -16,9 +16,8 @@ from .hashing import NewFiles
 from .manifest import FILE_NAME
 from .others import model_names, open_weights
 from .reading import open_checkpoint
-from .shards import plan_weights
+from .shards import WeightFiles, plan_weights
 from .sources import WeightSource, below, plainly_named
-from .stored import StoredTensor
 
 SAFETENSORS, TORCH = "safetensors", "torch"
 KINDS = (SAFETENSORS, TORCH)
@@ -34,7 +33,7 @@ class ConvertedModel:
     files: tuple[str, ...]
     """The files, the one that is read first last."""
     num_tensors: int
-    """Tensors under all their names."""
+    """Tensors in the files: of tied weights one, except in a pickle, which has all names."""
     size_bytes: int
     """What the files take."""
     renamed: Mapping[str, str]
@@ -101,22 +100,25 @@ def _convert(
 ) -> ConvertedModel:
     part = below(source, prefix)
     plain = plainly_named(part)
-    state = plain.state_dict() if kind == TORCH else plain.stored_state_dict()
-    files = _write_torch(name, state, folder) if kind == TORCH else _write(name, state, folder, max_shard_size)
+    if kind == TORCH:
+        state = plain.state_dict()
+        files, count = _write_torch(name, state, folder), sum(isinstance(each, Tensor) for each in state.values())
+    else:
+        planned = plan_weights(plain.stored_state_dict(), name, max_shard_size)
+        files, count = _write(planned, folder), planned.num_tensors
     left_out = tuple(each for each in source if prefix and not each.startswith(prefix))
     renamed = {new: old for new, old in zip(plain, part, strict=True) if new != old}
     return ConvertedModel(
         name,
         files,
-        sum(isinstance(value, (Tensor, StoredTensor)) for value in state.values()),
+        count,
         sum((folder / file).stat().st_size for file in files),
         renamed,
         left_out,
     )
 
 
-def _write(name: str, state: Mapping[str, Any], folder: Path, max_shard_size: int | str | None) -> tuple[str, ...]:
-    planned = plan_weights(state, name, max_shard_size)
+def _write(planned: WeightFiles, folder: Path) -> tuple[str, ...]:
     with NewFiles() as files:
         planned.write(files, {each: folder / each for each in planned.names()})
     return tuple(planned.names())

@@ -34,6 +34,7 @@ def newest(
     *,
     kind: Literal["state", "weights"] | None = "state",
     accepts: Callable[[Checkpoint], bool] | None = None,
+    find_damage: Callable[[Checkpoint], list[str]] = Checkpoint.find_damage,
 ) -> Checkpoint | None:
     """The checkpoint of a folder that was saved last, of those that are whole; None where there is none. Local.
 
@@ -43,16 +44,22 @@ def newest(
         folder: where the checkpoints are; it need not exist.
         kind: "state" passes those over that training can't go on from; None takes all.
         accepts: which others are looked at, by what their manifests say; None: all.
+        find_damage: what says of each whether its files are whole.
     """
     candidates = [
         each
         for each in find_checkpoints(folder)
         if kind in (None, each.manifest.kind) and (accepts is None or accepts(each))
     ]
-    return _first_whole(reversed(candidates))
+    return _first_whole(reversed(candidates), find_damage)
 
 
-def best(folder: str | Path, name: str | None = None) -> Checkpoint | None:
+def best(
+    folder: str | Path,
+    name: str | None = None,
+    *,
+    find_damage: Callable[[Checkpoint], list[str]] = Checkpoint.find_damage,
+) -> Checkpoint | None:
     """The checkpoint of a folder with the best score, of those that are whole; None where none has a score. Local.
 
     A score that is NaN is never the best. Of equal scores, the one that was saved first is.
@@ -60,6 +67,7 @@ def best(folder: str | Path, name: str | None = None) -> Checkpoint | None:
     Args:
         folder: where the checkpoints are; it need not exist.
         name: of the metric; by default the first that the newest checkpoint with scores is judged by.
+        find_damage: as of `newest`.
     Raises:
         CheckpointError: there are scores, and none of that name.
     """
@@ -74,7 +82,7 @@ def best(folder: str | Path, name: str | None = None) -> Checkpoint | None:
     name, mode = named[0]["name"], named[0]["mode"]
     sign = -1.0 if mode == "max" else 1.0
     values = [(sign * value, each) for each in found if (value := _value(each, str(name))) is not None]
-    return _first_whole(each for _, each in sorted(values, key=lambda pair: pair[0]))
+    return _first_whole((each for _, each in sorted(values, key=lambda pair: pair[0])), find_damage)
 
 
 def is_only_a_checkpoint(folder: Path) -> bool:
@@ -114,9 +122,9 @@ def _entries(folder: Path) -> Iterator[Checkpoint | Exception]:
             yield error
 
 
-def _first_whole(candidates: Iterable[Checkpoint]) -> Checkpoint | None:
+def _first_whole(candidates: Iterable[Checkpoint], find_damage: Callable[[Checkpoint], list[str]]) -> Checkpoint | None:
     for each in candidates:
-        damage = each.find_damage()
+        damage = find_damage(each)
         if not damage:
             return each
         warnings.warn(

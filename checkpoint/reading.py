@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -139,22 +139,30 @@ class Checkpoint:
             raise CheckpointError(f"{str(self.path)!r} has no weights {base!r}. {suggest(base, self.weights_names)}")
 
 
-def open_checkpoint(path: str | Path, *, verify: Verify = "full") -> Checkpoint:
-    """A checkpoint that is whole. Local.
+def open_checkpoint(
+    path: str | Path, *, verify: Verify = "full", find_damage: Callable[[Checkpoint], list[str]] | None = None
+) -> Checkpoint:
+    """A checkpoint that is whole. Local, unless `find_damage` is not.
 
     Args:
         path: its folder.
         verify: "full" compares all that its files hold with their checksums; "sizes" compares their sizes alone.
+        find_damage: what says instead whether the files are whole.
     Raises:
         CheckpointError: there is no checkpoint, it was written by a newer version, or it is damaged: names the files,
             what was expected and what was found.
     """
     folder = Path(path)
-    checkpoint = Checkpoint(folder, _manifest_of(folder))
-    damage = checkpoint.find_damage(verify)
+    checkpoint = Checkpoint(folder, manifest_of(folder))
+    damage = checkpoint.find_damage(verify) if find_damage is None else find_damage(checkpoint)
     if damage:
-        raise CheckpointError(f"the checkpoint {str(folder)!r} is damaged: {'; '.join(damage)}.")
+        raise damaged(folder, damage)
     return checkpoint
+
+
+def damaged(folder: Path, damage: Sequence[str]) -> CheckpointError:
+    """The error that says what is wrong with a checkpoint's files. Local."""
+    return CheckpointError(f"the checkpoint {str(folder)!r} is damaged: {'; '.join(damage)}.")
 
 
 def _read_tensors(stored: StoredTensors, existing: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -168,7 +176,12 @@ def _read_tensors(stored: StoredTensors, existing: Mapping[str, Tensor]) -> dict
     return tensors
 
 
-def _manifest_of(folder: Path) -> Manifest:
+def manifest_of(folder: Path) -> Manifest:
+    """The manifest of a folder. Local.
+
+    Raises:
+        CheckpointError: it is no checkpoint, and what there is instead; or it can't be read.
+    """
     try:
         return read_manifest(folder)
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -43,6 +43,11 @@ class WeightFiles:
     index: str | None
     """The text of the index, None for a single file."""
 
+    @property
+    def num_tensors(self) -> int:
+        """Tensors in the files: of tied weights one."""
+        return sum(map(len, self.shards.values()))
+
     def names(self) -> list[str]:
         """The names of all files, the one that is read first last."""
         return [*self.shards, *([f"{self.base}{INDEX_SUFFIX}"] if self.index is not None else [])]

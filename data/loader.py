@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -76,8 +76,8 @@ class PreparedLoader(Passes):
         """Batches that are known to be left, with the one that was given out last: up to `lookahead + 1` of them."""
         self.skips_all = False
         """Whether it is the rest of an origin's pass, and nothing is left of it."""
-        self.num_before = 0
-        """Batches of the origin's pass that are before the first one of this loader."""
+        self.make_transfer: Callable[[], Transfer] | None = None
+        """What makes `transfer`, where a strategy has its own for the device."""
         self._num_given: int | None = None
         """Batches of the running pass that were given out, None outside one."""
 
@@ -92,6 +92,8 @@ class PreparedLoader(Passes):
         device = self.device
         if device is None or device.type == "cpu":
             return None
+        if self.make_transfer is not None:
+            return self.make_transfer()
         side = SideStream(device) if has_streams(device) else None
         return Transfer(device, non_blocking=self.non_blocking or self.pin_memory, side=side)
 
@@ -124,7 +126,7 @@ class PreparedLoader(Passes):
         if running is self:
             return inner
         outer = self.position(running.num_before + running._num_given, epoch=running.iteration)
-        outer["generators"], outer["state"] = inner["generators"], inner["state"]
+        outer["generators"], outer["workers"], outer["state"] = inner["generators"], inner["workers"], inner["state"]
         return outer
 
     def gives(self, loader: PreparedLoader) -> bool:

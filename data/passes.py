@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
 
 from ..distributed.errors import ConfigError, check_integer
 from ..distributed.random import preserved_random_state, synchronize_rng_state
+from .combined import CombinedLoader
 from .described import LoaderAround
 from .dispatch import DispatchedLoader
 from .geometry import dealing_of
@@ -23,6 +24,7 @@ from .seeding import DataSeeds, apart, derived_seed
 from .sizes import loader_length
 from .skipping import batches_from, reads_by_index
 from .stateful import goes_on_by_state, is_stateful, put_state, state_of, tells_place
+from .workers import WorkersSeed, indices_begun_once, put_seeds, seeds_drawn
 
 _END = object()
 
@@ -46,8 +48,12 @@ class Passes(LoaderAround):
         """Generators of samplers, whose state all processes take from the main process at the start of a pass."""
         self.seeds: DataSeeds | None = None
         """Where the random numbers of the data come from; None: from the loader's generator and the training's."""
+        self.workers: list[WorkersSeed] = []
+        """Those of the loaders whose workers outlive a pass."""
         self.reads_apart = False
         """Whether batches are read apart from the training's random states, as reading them may draw."""
+        self.num_before = 0
+        """Batches of the origin's pass that are before the first one of this loader."""
         self._start: Start | None = None
         """Where the next pass begins; None: at its beginning."""
         self._pass: Pass | None = None
@@ -67,9 +73,15 @@ class Passes(LoaderAround):
             self._start = start.after_pass(keeps_state=keeps_state) if is_next else None
 
     @property
+    def generator(self) -> torch.Generator | None:
+        """The wrapped loader's generator, as the user gave it."""
+        found = super().generator
+        return next((each.own for each in self.workers if each.generator is found), found)
+
+    @property
     def generators(self) -> list[torch.Generator]:
         """The generators that the user's loader, its samplers and its iterable dataset draw from."""
-        return own_generators(self.loader, self.seeds)
+        return own_generators(self.loader, self.seeds, self.workers)
 
     @property
     def first_batch(self) -> int:
@@ -140,6 +152,8 @@ class Passes(LoaderAround):
             sampler_seeds=[sampler.seed for sampler in seeded_samplers(self.loader)],
             generators=generators if running is None else running.generators,
             generators_after=generators,
+            workers=seeds_drawn(self.workers) if running is None else running.workers,
+            workers_after=seeds_drawn(self.workers),
             is_over=running is not None and self._is_over(batch, running, dealing.kind),
             state=state,
             state_before=state if running is None else running.state_before,
@@ -184,12 +198,26 @@ class Passes(LoaderAround):
             inexact.append("the loader shuffles in another way than before, so that the order of samples is another")
         if len(self.generators) != len(position["generators"]):
             inexact.append("samplers had other generators, so that the order of samples may be another")
+        inexact += self._take_workers(position)
         by_batch = self.seeds is not None and self.seeds.by_batch
         if by_batch != (position["seed"] is not None):
             inexact.append(f"seed_batches was {not by_batch} and is {by_batch}, so that the data draws other numbers")
         elif self.seeds is not None and position["seed"] is not None:
             self.seeds.seed = position["seed"]
         return inexact
+
+    def _take_workers(self, position: Position) -> list[str]:
+        """Take over where the seeds of persistent workers were drawn. Returns why what is drawn can't be equal."""
+        drawn, is_alike = position["workers_after"], position["num_processes"] == self.num_processes
+        if is_alike and drawn is not None and len(drawn) == len(self.workers):
+            put_seeds(self.workers, drawn)
+            return []
+        position["workers"] = position["workers_after"] = None
+        if not is_alike or self.seeds is not None or (drawn is None and not self.workers):
+            return []  # that is told, or nothing else draws from what these seeds are drawn from
+        if drawn is None:
+            return ["it is not known whether persistent workers were there, so that their seed is drawn once more"]
+        return [f"{len(drawn)} loaders had persistent workers and {len(self.workers)} have, which draw other seeds"]
 
     def _begin(self, lookahead: int) -> Iterator[Any]:
         """The base of every way to iterate: the items of the wrapped loader, `Counted` where it counts samples."""
@@ -205,6 +233,9 @@ class Passes(LoaderAround):
         else:  # the earlier leg has drawn what beginning it draws
             with preserved_random_state(torch.device("cpu")):
                 iterator = self._drawn(start, running)
+                if isinstance(self.loader, CombinedLoader):  # it begins its loaders when it is read
+                    first = list(islice(iterator, 1))
+                    iterator = chain(first, iterator)
         # A pass that skips is read from a copy of the loader, and the loader itself is nowhere then.
         skips = start is not None and start.state is None
         is_copy = running.rest is not None or (skips and reads_by_index(self.loader))
@@ -216,7 +247,9 @@ class Passes(LoaderAround):
         if start is not None and len(start.position["generators"]) == len(generators):
             for generator, state in zip(generators, start.position["generators"], strict=True):
                 generator.set_state(state)
-        running = Pass(self.iteration, [generator.get_state() for generator in generators])
+        if start is not None and start.position["workers"] is not None:
+            put_seeds(self.workers, start.position["workers"])
+        running = Pass(self.iteration, [generator.get_state() for generator in generators], seeds_drawn(self.workers))
         if start is not None:
             running.first, running.origin = start.batch, start.origin
         if start is not None and start.state is None and start.origin.count:
@@ -230,6 +263,7 @@ class Passes(LoaderAround):
         return running
 
     def _drawn(self, start: Start | None, running: Pass) -> Iterator[Any]:
+        self._begin_workers(start, running)
         seeds = self.seeds
         if seeds is not None:
             seeds.keep_pace()
@@ -237,7 +271,21 @@ class Passes(LoaderAround):
             return self._opened(start, running)
         return apart(lambda: self._opened(start, running), derived_seed(seeds.pass_seed, "begin", seeds.process_index))
 
+    def _begin_workers(self, start: Start | None, running: Pass) -> None:
+        was_begun = start is not None and start.was_begun
+        drawn = start.position["workers_after"] if start is not None and was_begun else None
+        process = 0 if self.seeds is None else self.seeds.process_index
+        place = f"{process}/{running.epoch}/{self.num_before + running.first}"
+        for index, each in enumerate(self.workers):
+            # A stream is read from the beginning of its pass, and draws what it drew there.
+            is_anew = was_begun and reads_by_index(self.loader)
+            each.begin(place, is_anew=is_anew, drawn_at=None if drawn is None else drawn[index])
+
     def _opened(self, start: Start | None, running: Pass) -> Iterator[Any]:
+        with indices_begun_once(self.loader, self.workers):
+            return self._items(start, running)
+
+    def _items(self, start: Start | None, running: Pass) -> Iterator[Any]:
         """The items of a pass, from where it begins."""
         if running.rest is not None:
             return batches_from(running.rest.loader, running.first - running.origin.batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict, cast
 
@@ -18,8 +18,11 @@ from .geometry import Dealing
 from .rest import Origin, Unit
 from .samplers import SeedableRandomSampler, parts_of_loader
 from .seeding import DataSeeds
+from .workers import WorkersSeed
 
 VERSION = 1
+_ADDED: dict[str, Any] = {"workers": None, "workers_after": None}
+"""Fields of positions that were not there at first."""
 
 
 class Position(TypedDict):
@@ -50,6 +53,12 @@ class Position(TypedDict):
     """The states that the generators of samplers and loaders had when the pass began."""
     generators_after: list[Tensor]
     """Their states now: those that the next pass begins with."""
+    workers: list[Tensor | None] | None
+    """For each loader whose workers outlive a pass: where their seed was drawn, if that was before the pass, see
+    `WorkersSeed`. None: not said, by a version that did not know it.
+    """
+    workers_after: list[Tensor | None] | None
+    """The same as it is now, and when the next pass begins."""
     is_over: bool
     """Whether nothing of the pass is left."""
     state: Any
@@ -80,7 +89,7 @@ class Start:
         """Where the pass after this one begins, which is left as it is."""
         after = _at_beginning(self.position)
         after["epoch"] += 1
-        after["generators"] = after["generators_after"]
+        after["generators"], after["workers"] = after["generators_after"], after["workers_after"]
         after["state"] = self.state if keeps_state else None
         return Start(after, 0, Origin(), after["state"])
 
@@ -92,6 +101,8 @@ class Pass:
     epoch: int
     generators: list[Tensor]
     """Their states when it began."""
+    workers: list[Tensor | None]
+    """See `Position`."""
     first: int = 0
     """Its first batch."""
     origin: Origin = field(default_factory=Origin)
@@ -152,7 +163,7 @@ def checked_position(position: Any, dealing: Dealing) -> Position:
     Raises:
         ConfigError: says what came.
     """
-    if not isinstance(position, Mapping) or not set(Position.__annotations__) <= set(position):
+    if not isinstance(position, Mapping) or not set(Position.__annotations__) - set(_ADDED) <= set(position):
         raise ConfigError(f"a loader's position is {position!r:.80}. Expected what PreparedLoader.position() gave.")
     if position["version"] != VERSION:
         raise ConfigError(
@@ -163,7 +174,7 @@ def checked_position(position: Any, dealing: Dealing) -> Position:
             f"the position is that of a loader that reads {_KINDS[position['kind']]}, and this one reads "
             f"{_KINDS[dealing.kind]}. Go on with the data of before, or begin a new epoch: loader.set_epoch(epoch)."
         )
-    return cast(Position, dict(position))
+    return cast(Position, _ADDED | dict(position))
 
 
 def _all_parts(loader: Any) -> list[Any]:
@@ -180,13 +191,15 @@ def seeded_samplers(loader: Any) -> list[SeedableRandomSampler]:
     return [part for part in _all_parts(loader) if isinstance(part, SeedableRandomSampler)]
 
 
-def own_generators(loader: Any, seeds: DataSeeds | None) -> list[torch.Generator]:
+def own_generators(loader: Any, seeds: DataSeeds | None, workers: Sequence[WorkersSeed]) -> list[torch.Generator]:
     """The generators that a loader, its samplers and its iterable dataset draw from, each once."""
+    in_place_of = {id(each.generator): each.own for each in workers}
     candidates: list[Any] = [] if seeds is None else list(seeds.replaced)
     for part in _all_parts(loader):
         is_reader = not isinstance(part, Dataset) or isinstance(part, IterableDataset)
         if is_reader and not isinstance(part, SeedableRandomSampler):
-            candidates.append(getattr(part, "generator", None))
+            generator = getattr(part, "generator", None)
+            candidates.append(in_place_of.get(id(generator), generator))
     found: list[torch.Generator] = []
     for each in candidates:
         is_own = isinstance(each, torch.Generator) and (seeds is None or each is not seeds.generator)

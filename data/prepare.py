@@ -29,6 +29,7 @@ from .seeding import DataSeeds
 from .shards import BatchSamplerShard, DealtSampler, IterableDatasetShard, NativeShard
 from .sizes import loader_length
 from .stateful import as_stateful
+from .workers import WorkersSeed, keeps_workers
 
 
 class ProcessLike(Protocol):
@@ -92,7 +93,7 @@ def prepare_loader(
         if loader.active is active:
             return loader
         prepared = loader.attached_to(active)
-        prepared.device = device
+        prepared.device, prepared.make_transfer = device, None
         return prepared
     preparing = _Preparing(
         index=process.process_index,
@@ -116,6 +117,7 @@ def prepare_loader(
     )
     prepared.shared_generators = preparing.generators
     prepared.seeds = preparing.seeds
+    prepared.workers = preparing.workers
     prepared.reads_apart = preparing.draws_by_batch and reads_here(shared)
     return prepared
 
@@ -136,6 +138,8 @@ class _Preparing:
     generators: list[torch.Generator] = field(default_factory=list)
     """Found by `ready`, as the seeds are: those whose state processes have to share before each pass."""
     seeds: DataSeeds | None = None
+    workers: list[WorkersSeed] = field(default_factory=list)
+    """Those of the loaders whose workers outlive a pass."""
 
     def __post_init__(self) -> None:
         by_batch = bool(self.configuration.seed_batches)
@@ -166,8 +170,9 @@ class _Preparing:
             parts = [self.ready(part, dispatches) for part in loader.loaders]
             is_same = all(part is own for part, own in zip(parts, loader.loaders, strict=True))
             return loader if is_same else loader.with_loaders(parts)
-        if isinstance(loader, Presharded) and self.draws_by_batch:
-            return Presharded(self._with_own_seeds(loader.loader))
+        if isinstance(loader, Presharded):
+            own = self._with_own_seeds(loader.loader) if self.draws_by_batch else loader.loader
+            return Presharded(self._with_kept_workers(own))
         if not isinstance(loader, DataLoader):
             return loader
         if not self.is_alone:
@@ -178,7 +183,7 @@ class _Preparing:
             loader, generator = drawing_alike(loader, torch.initial_seed() + self.ordinal)
             self.generators += [] if generator is None else [generator]
         loader = _with_told_workers(loader)
-        loader = self._with_own_seeds(loader, dispatches)
+        loader = self._with_kept_workers(self._with_own_seeds(loader, dispatches))
         return as_stateful(loader) if self.configuration.use_stateful_dataloader else loader
 
     def share(self, loader: Any) -> tuple[Any, Dealer | None]:
@@ -332,6 +337,13 @@ class _Preparing:
         # Where the main process reads for all, the loader's own generator is its sampler's alone, as in Accelerate.
         self.seeds.replaced.append(None if dispatches else loader.generator)
         return with_options(loader, generator=self.seeds.generator)
+
+    def _with_kept_workers(self, loader: Any) -> Any:
+        """The loader, the seed of its workers being kept where they outlive a pass."""
+        if not isinstance(loader, DataLoader) or not keeps_workers(loader):
+            return loader
+        self.workers.append(WorkersSeed(loader.generator))
+        return self.workers[-1].attached_to(loader)
 
     def _agreed_seed(self, loader: DataLoader[Any]) -> int:
         """The seed of process 0. Collective, unless the configuration has it."""

@@ -12,8 +12,10 @@ from torch import nn
 
 from ..checkpoint.manifest import FILE_NAME, Manifest
 from ..checkpoint.reading import Checkpoint, open_checkpoint
+from ..checkpoint.verifying import check_together
 from ..checkpoint.weights import LoadReport, compare_weights, load_weights
 from ..distributed.errors import CheckpointError
+from ..distributed.exchange import exchange
 from . import accelerator_trees as trees
 from .accelerate_folder import is_accelerate_folder, read_accelerate_folder
 from .accelerator_trees import SavedState
@@ -82,8 +84,19 @@ class AcceleratorCheckpoint:
             warnings.warn(f"no model takes the weights {', '.join(more)} of the checkpoint.", stacklevel=5)
 
 
+def verify_saved(path: Path, process: ProcessState) -> None:
+    """Compare what was saved in a folder with its checksums, each process a share of the files. Collective.
+
+    Raises:
+        CheckpointError: on every process: it is damaged, or can't be read.
+    """
+    is_alone = process.num_processes == 1  # `open_saved` does it
+    if not is_alone and all(exchange((path / FILE_NAME).is_file(), "load_state")):
+        check_together(path)
+
+
 def open_saved(path: Path, process: ProcessState) -> AcceleratorCheckpoint:
-    """What was saved in a folder. Local; each machine's main process compares all files with their checksums.
+    """What was saved in a folder. Local; on several processes after `verify_saved`.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or a Trainer saved it.
@@ -91,7 +104,7 @@ def open_saved(path: Path, process: ProcessState) -> AcceleratorCheckpoint:
     if not (path / FILE_NAME).is_file() and is_accelerate_folder(path):
         state = read_accelerate_folder(path, process.process_index, process.num_processes)
         return AcceleratorCheckpoint(path, state, None)
-    checkpoint = open_checkpoint(path, verify="full" if process.is_local_main_process else "sizes")
+    checkpoint = open_checkpoint(path, verify="full" if process.num_processes == 1 else "sizes")
     if trees.COMMON not in checkpoint.tree_names:
         remedy = (
             "A Trainer saved it: go on by trainer.fit(..., resume_from=path), or load the weights alone."

@@ -23,7 +23,7 @@ from ..checkpoint.saving import save_checkpoint
 from ..distributed.errors import CheckpointError, ConfigError, suggest
 from ..distributed.exchange import exchange
 from . import accelerator_trees as trees
-from .accelerator_loading import AcceleratorCheckpoint, open_saved
+from .accelerator_loading import AcceleratorCheckpoint, open_saved, verify_saved
 from .hook_files import files_of_hooks
 from .numbered import next_path, number_of, numbered, numbered_folder, remove_oldest
 from .preparation import Preparation
@@ -160,6 +160,7 @@ class CheckpointMethods(StateMethods, TrackingMethods):
         """
         strict = _read_load_options(load_kwargs or {}, options)
         path = self._path_to_load(input_dir)
+        verify_saved(path, self.process)
         found = _agreed(lambda: open_saved(path, self.process))
         _agreed(lambda: trees.check_saved(found.state, self.preparation, self._custom_objects))
         models = list(self.preparation.models)

@@ -15,7 +15,8 @@ from ..checkpoint.finding import best, newest
 from ..checkpoint.lineage import as_parent
 from ..checkpoint.reading import Checkpoint, open_checkpoint
 from ..checkpoint.shards import SUFFIX, listed
-from ..distributed.errors import CheckpointError, ConfigError, LoopwrightError
+from ..checkpoint.verifying import find_damage_together, led_by_first
+from ..distributed.errors import CheckpointError, ConfigError
 from ..distributed.exchange import exchange
 from ..distributed.launched import Launch
 from ..distributed.random import restore_random_tree, set_seed
@@ -83,7 +84,8 @@ class Resumption:
         Called at the last moment, so that what the run's begin draws changes nothing.
         """
         if self.random is None:
-            text = f"{run.saves.run_id}/{self.step}/{run.trainer.process.process_index}"
+            # As at a run's begin: processes that share batches draw the same.
+            text = f"{run.saves.run_id}/{self.step}/{run.strategy.data_share.process_index}"
             set_seed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little"))
         elif missing := restore_random_tree(self.random, run.device):
             warnings.warn(f"the checkpoint has no random state of {missing}, which go on as they are.", stacklevel=2)
@@ -109,7 +111,7 @@ def find_checkpoint(
 ) -> Checkpoint | None:
     """The checkpoint that a run is to go on from; None where the newest one is asked for and there is none. Collective.
 
-    The main process looks and checks every file; the others open what it has found.
+    The main process looks, and all of them compare a share of the files that it finds with their checksums.
 
     Args:
         resume_from: "latest", "best", the path of a checkpoint, or a launch: the newest that its processes saved before
@@ -121,12 +123,11 @@ def find_checkpoint(
             launch are of several runs.
     """
     found: Checkpoint | None = None
-    failure: LoopwrightError | None = None
-    if process.is_main_process:
-        try:
-            found = _look(resume_from, folders)
-        except LoopwrightError as error:
-            failure = error
+    failure: CheckpointError | None = None
+    try:
+        found = led_by_first(lambda: _look(resume_from, folders))
+    except CheckpointError as error:
+        failure = error
     if process.num_processes == 1:
         if failure is not None:
             raise failure
@@ -171,7 +172,7 @@ def _look(resume_from: str | Path | Launch, folders: Sequence[Path]) -> Checkpoi
         return _look_for_launch(resume_from, folders)
     if isinstance(resume_from, Path):
         try:
-            return open_checkpoint(resume_from)
+            return open_checkpoint(resume_from, find_damage=find_damage_together)
         except CheckpointError as error:
             if resume_from.exists():
                 raise
@@ -179,14 +180,14 @@ def _look(resume_from: str | Path | Launch, folders: Sequence[Path]) -> Checkpoi
             raise CheckpointError(f"resume_from: {error} {expected}") from None
     if resume_from == BEST:
         for folder in folders:
-            if (found := best(folder)) is not None:
+            if (found := best(folder, find_damage=find_damage_together)) is not None:
                 return found
         raise CheckpointError(
             f"resume_from='best': no checkpoint with a score in {_listed(folders)}. ModelCheckpoint(monitor=...) gives "
             "them one."
         )
     for folder in folders:
-        if (found := newest(folder)) is not None:
+        if (found := newest(folder, find_damage=find_damage_together)) is not None:
             return found
     where, hint = _listed(folders), _hint_at_weights(folders)
     logger.warning("resume_from='latest': no checkpoint in %s. The run begins anew.%s", where, hint)
@@ -210,7 +211,8 @@ def _look_for_launch(launch: Launch, folders: Sequence[Path]) -> Checkpoint | No
     def accepts(checkpoint: Checkpoint) -> bool:
         return checkpoint.manifest.run.get("launch") == launch.id
 
-    found = [each for folder in folders if (each := newest(folder, accepts=accepts)) is not None]
+    whole = (newest(folder, accepts=accepts, find_damage=find_damage_together) for folder in folders)
+    found = [each for each in whole if each is not None]
     runs = {each.manifest.run["id"]: each for each in found}
     if len(runs) > 1:
         raise CheckpointError(

@@ -239,6 +239,15 @@ class TestConvert:
         assert lines[1:] == ["  without the names of wrappers: _orig_mod.a is a", "  left out (1): head"]
         assert torch.load("out/pytorch_model.bin", weights_only=True) == {"a": torch.ones(1)}
 
+    def test_tied_weights_are_counted_as_they_are_written(self, capsys: pytest.CaptureFixture[str]) -> None:
+        weight = torch.ones(2, 2)
+        torch.save({"a": weight, "b": weight, "c": torch.ones(1)}, "w.bin")
+        assert output_of(capsys, "convert", "w.bin", "out").startswith("out/model.safetensors: 2 tensors, ")
+        assert len(load_file("out/model.safetensors")) == 2
+        assert main(["merge-weights", "w.bin", "two", "--max_shard_size", "16B", "--json"]) == 0
+        (model,) = json.loads(capsys.readouterr().out)
+        assert (model["num_tensors"], len(model["files"])) == (2, 3)
+
     def test_weights_of_a_run_are_those_that_the_run_reads(self, capsys: pytest.CaptureFixture[str]) -> None:
         train(2)
         output_of(capsys, "convert", str(checkpoints()[-1]), "out")
