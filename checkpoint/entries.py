@@ -19,7 +19,7 @@ def tied_names(tensors: Mapping[str, Tensor | StoredTensor]) -> dict[str, str]:
     first: dict[object, str] = {}
     ties: dict[str, str] = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, StoredTensor) or is_sharded(tensor):
+        if isinstance(tensor, StoredTensor) or is_sharded(tensor) or tensor.device.type == "xla":
             place: object = id(tensor)  # it has no memory of its own; where it is tied it is the same object
         elif is_lazy(tensor) or tensor.is_meta or tensor.numel() == 0:
             continue

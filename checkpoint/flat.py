@@ -34,9 +34,7 @@ class FlatPart(Tensor):
     @staticmethod
     def __new__(cls, local: Tensor, begin: int, shape: Sequence[int]) -> FlatPart:
         # torch has no public name for a tensor that has a shape and leaves its memory to another.
-        made: FlatPart = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, tuple(shape), dtype=local.dtype, device=local.device
-        )
+        made: FlatPart = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=local.dtype, device=local.device)
         return made
 
     def __init__(self, local: Tensor, begin: int, shape: Sequence[int]) -> None:
@@ -47,21 +45,22 @@ class FlatPart(Tensor):
         return f"FlatPart({self.begin} to {self.begin + len(self.local)} of {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Raises TypeError: it can't be computed from a part."""
+        """Raises RuntimeError: it can't be computed from a part."""
         first = args[0] if args else None
         if func in _OF_THE_RANGE and isinstance(first, FlatPart):
             return FlatPart(func(first.local, *args[1:], **(kwargs or {})), first.begin, first.shape)
         if func is _aten.copy_.default and isinstance(first, FlatPart) and first.shape == args[1].shape:
             first.local.copy_(first.range_of(args[1]))
             return first
-        raise TypeError(f"{func}: each process has a part of this tensor alone, from which it can't be computed.")
+        # No TypeError, of which Python's operators would make one of their own.
+        raise RuntimeError(f"{func}: each process has a part of this tensor alone, from which it can't be computed.")
 
     def range_of(self, other: Tensor) -> Tensor:
         """The elements that another tensor of the shape has in the place of those held here. Local.

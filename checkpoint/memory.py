@@ -178,30 +178,44 @@ def _place_of(tensor: Tensor) -> tuple[int, int, object]:
     begin = int(tensor.storage_offset()) * size
     if not tensor.is_contiguous():
         count = 1 + sum((length - 1) * int(step) for length, step in zip(tensor.shape, tensor.stride(), strict=True))
-    address = 0 if tensor.is_conj() or tensor.is_neg() else tensor.untyped_storage().data_ptr()
+    has_none = tensor.is_conj() or tensor.is_neg() or tensor.device.type == "xla"  # where it can't be looked at
+    address = 0 if has_none else tensor.untyped_storage().data_ptr()
     return begin, begin + count * size, (tensor.device, address) if address else None
 
 
 def _store(group: list[_Seen]) -> Tensor:
     """What to store for tensors that lie together; fills their JSON objects."""
-    first = group[0]
-    tensor = first.tensor.detach()
     for seen in group:
-        seen.node["in"] = first.name
-    is_alone, is_typed = len(group) == 1, tensor.dtype in _TYPED
-    if is_sharded(tensor) or (is_alone and is_typed and tensor.is_contiguous()):
+        seen.node["in"] = group[0].name
+    if len(group) == 1:
+        return _store_alone(group[0])
+    tensor = group[0].tensor.detach()
+    are_the_same = all(seen.layout == group[0].layout for seen in group)
+    if are_the_same and tensor.dtype in _TYPED and tensor.is_contiguous():
         return tensor
+    return _store_memory(group)
+
+
+def _store_alone(seen: _Seen) -> Tensor:
+    tensor = seen.tensor.detach()
+    is_plain = tensor.dtype in _TYPED and tensor.is_contiguous()
+    if is_plain or is_sharded(tensor):
+        return tensor
+    if seen.memory is not None and tensor.nbytes >= seen.end - seen.begin:
+        return _store_memory([seen])
     # A view with gaps is stored without what lies between.
-    is_repacked = is_alone and (first.memory is None or tensor.nbytes < first.end - first.begin)
-    is_whole = tensor.is_contiguous() and (is_alone or all(seen.layout == first.layout for seen in group))
-    if is_typed and (is_repacked or is_whole):
+    if tensor.dtype in _TYPED:
         return tensor
-    if is_repacked:
-        packed = tensor.resolve_conj().resolve_neg().contiguous()
-        first.node.update(_view(packed, 0))
-        return packed.view(-1).view(torch.uint8)
+    packed = tensor.resolve_conj().resolve_neg().contiguous()
+    seen.node.update(_view(packed, 0))
+    return packed.view(-1).view(torch.uint8)
+
+
+def _store_memory(group: list[_Seen]) -> Tensor:
+    """The memory that tensors span, in which each is a view."""
+    tensor = group[0].tensor.detach()
     is_mixed = len({seen.tensor.dtype for seen in group}) > 1
-    dtype = tensor.dtype if is_typed and not is_mixed else torch.uint8
+    dtype = tensor.dtype if tensor.dtype in _TYPED and not is_mixed else torch.uint8
     begin, end = min(seen.begin for seen in group), max(seen.end for seen in group)
     begin -= begin % _ALIGNMENT if is_mixed else 0
     for seen in group:

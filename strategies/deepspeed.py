@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checkpoint.names import unwrapped
-from ..checkpoint.stored import read_all
 from ..data.loader import PreparedLoader
 from ..distributed import watch
 from ..distributed.errors import CheckpointError, ConfigError
@@ -20,13 +19,14 @@ from ..distributed.process import ProcessState
 from . import deepspeed_state
 from .averaging import broadcast_tensors
 from .deepspeed_building import building, find_leaves, hidden_size_of, known_shapes
-from .deepspeed_config import ConfigLike
+from .deepspeed_config import NVME, ConfigLike, offload_of
 from .deepspeed_dummies import facts_of
 from .deepspeed_engine import Driven, drive, driven_of, engine_of, pause, release
 from .deepspeed_facts import Facts, complete
 from .deepspeed_limits import check_clipping, check_same_optimizer, check_served
 from .deepspeed_options import read_options
 from .deepspeed_package import import_deepspeed
+from .deepspeed_parts import weight_part
 from .deepspeed_plugin import DeepSpeedPlugin
 from .deepspeed_turns import EngineCall, EngineEntry, TurnCall
 from .gradient_state import GradientState
@@ -112,7 +112,7 @@ class DeepSpeedStrategy(Strategy):
         return self.options.stage
 
     def memory(self, surroundings: Surroundings) -> StrategyMemory | None:
-        return memory_of(self.options.config, surroundings)
+        return memory_of(self.options, surroundings)
 
     def attach(self, process: ProcessState, precision: Precision, gradient_state: GradientState) -> None:
         # DeepSpeed scales the losses of fp16 itself.
@@ -129,7 +129,20 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def shows_weights(self) -> bool:
-        return self.zero_stage < 3
+        return offload_of(self.options.config, "optimizer") != NVME
+
+    def weight_part(self, model: nn.Module, parameter: Tensor) -> Tensor:
+        driven = driven_of(model)
+        if driven is None or driven.stage == 0 or id(parameter) not in driven.owned:
+            return parameter
+        return weight_part(driven, parameter)
+
+    def show_parts(self, model: nn.Module) -> Callable[[], None]:
+        driven = driven_of(model)
+        if driven is None:
+            return super().show_parts(model)
+        with watch.collective("weights of other values"):
+            return deepspeed_state.show_parts(driven)
 
     def setup(
         self, model: nn.Module, optimizers: Sequence[Optimizer], method: str | None = "forward"
@@ -254,11 +267,15 @@ class DeepSpeedStrategy(Strategy):
 
     def gradient_norms(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> list[Tensor | None]:
         driven = None if self._current is None else driven_of(self._current)
-        return deepspeed_state.gradient_norms(driven, parameters, norm_type)
+        return deepspeed_state.gradient_norms(driven, parameters, norm_type, self.device)
 
     @property
     def can_save_alone(self) -> bool:
         return self.process.num_processes == 1 or self.zero_stage == 0
+
+    @property
+    def can_go_back(self) -> bool:
+        return False
 
     def nonfinite_weight(self, model: nn.Module) -> str | None:
         if self.zero_stage < 3 or driven_of(model) is None:
@@ -266,18 +283,19 @@ class DeepSpeedStrategy(Strategy):
         return deepspeed_state.nonfinite_part(self.unwrap(model))
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """The full state of the unwrapped model on the main process, nothing elsewhere, in 32 bits. Collective."""
+        """The state of the unwrapped model in 32 bits, of which each process has the part that it updates. Local."""
+        driven = driven_of(model)
+        return super().model_state(model) if driven is None else deepspeed_state.model_state(driven)
+
+    def whole_model_state(self, model: nn.Module) -> dict[str, Any]:
+        """The full state of the unwrapped model on the host of the main process, nothing elsewhere; in 32 bits, or in
+        the 16 of the run, where stage3_gather_16bit_weights_on_model_save asks for them. Collective.
+        """
         driven = driven_of(model)
         if driven is None:
             return super().model_state(model)
         with watch.collective("gathering of weights"):
-            return deepspeed_state.whole_model_state(driven, self.process.is_main_process)
-
-    def whole_model_state(self, model: nn.Module) -> dict[str, Any]:
-        """As `model_state`; in the 16 bits of the run, where stage3_gather_16bit_weights_on_model_save asks for them.
-        Collective.
-        """
-        state = self.model_state(model)
+            state = deepspeed_state.whole_model_state(driven, self.process.is_main_process)
         if self.options.config["zero_optimization"].get("stage3_gather_16bit_weights_on_model_save") is not True:
             return state
         return deepspeed_state.in_half(state, self.precision.name)
@@ -291,7 +309,7 @@ class DeepSpeedStrategy(Strategy):
         return nullcontext() if driven is None else deepspeed_state.writing_weights(driven)
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """The full state of an optimizer on the host of the main process, elsewhere its groups alone. Collective.
+        """The state of an optimizer, of which each process has the part that it updates. Local.
 
         Raises:
             CheckpointError: a window is open, whose gradients DeepSpeed has in parts.
@@ -305,8 +323,7 @@ class DeepSpeedStrategy(Strategy):
                 f"a window is open ({state.micro_steps % state.num_steps} of {state.num_steps} micro-batches), whose "
                 "gradients DeepSpeed does not give. Save where accelerator.sync_gradients is true, after the step."
             )
-        with watch.collective("gathering of the optimizer's state"):
-            return deepspeed_state.whole_optimizer_state(driven, self.process.is_main_process)
+        return deepspeed_state.optimizer_state(driven)
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Put a full state, which every process has or can read, into the partitions. Local."""
@@ -314,7 +331,7 @@ class DeepSpeedStrategy(Strategy):
         if driven is None or driven.optimizer is not optimizer:
             super().load_optimizer_state(model, optimizer, state)
         else:
-            deepspeed_state.load_optimizer_state(driven, read_all(dict(state)))
+            deepspeed_state.load_optimizer_state(driven, state)
 
     def process_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """DeepSpeed's counters and loss scale, and the buffers of a process beside the main one. Local."""

@@ -11,6 +11,7 @@ from torch import nn
 from ..distributed.errors import ConfigError, suggest
 from ..distributed.process import ProcessState
 from .deepspeed_limits import check_readable
+from .deepspeed_nvme import check_nvme
 from .deepspeed_package import connect_deepspeed, launched
 
 
@@ -27,6 +28,7 @@ def building(deepspeed: Any, config: Mapping[str, Any], process: ProcessState) -
     """
     connect_deepspeed(deepspeed, process.device)
     check_readable(deepspeed, config)
+    check_nvme(config)
     with launched(process.local_process_index), deepspeed.zero.Init(config_dict_or_path=dict(config)):
         yield
 

@@ -20,14 +20,15 @@ AUTO = "auto"
 """The value that is filled from the run."""
 STAGES = (0, 1, 2, 3)
 DEFAULT_STAGE = 2
-DEVICES = ("none", "cpu", "nvme")
+NVME = "nvme"
+DEVICES = ("none", "cpu", NVME)
 HALF = ("bf16", "fp16")
 """Sections for numbers in 16 bits, which are also a run's words for them."""
 OFFLOADS = ("offload_optimizer", "offload_param")
 """Sections for what is kept elsewhere."""
 _SECTIONS = {"optimizer": "type", "scheduler": "type"} | dict.fromkeys(HALF, "enabled")
 """Sections that are mappings, and what stands in them."""
-_ONLY_STAGE_3 = {
+ONLY_STAGE_3 = {
     "zero_hpz_partition_size": 1,
     "zero_quantized_weights": False,
     "zero_quantized_nontrainable_weights": False,
@@ -109,7 +110,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     zero, stage = config["zero_optimization"], stage_of(config)
     for what, least in (("optimizer", 1), ("param", 3)):
         _check_offload(what, offload_of(config, what), zero, least)
-    for option, off in _ONLY_STAGE_3.items():
+    for option, off in ONLY_STAGE_3.items():
         if stage < 3 and zero.get(option, off) not in (off, AUTO, None):
             raise ConfigError(f"{option}={zero[option]!r} with ZeRO stage {stage}. It needs zero_stage=3.")
     if zero.get("round_robin_gradients", False) not in (False, AUTO):
@@ -139,7 +140,7 @@ def _check_offload(what: str, device: str, zero: Mapping[str, Any], least: int) 
             "or higher." if least < 3 else
             f"offload_{what}={device!r} with ZeRO stage {stage}, which keeps whole weights. Use zero_stage=3."
         )  # fmt: skip
-    if device == "nvme":
+    if device == NVME:
         if stage < 3:
             raise ConfigError(f"offload_{what}='nvme' with ZeRO stage {stage}. NVMe needs zero_stage=3; use 'cpu'.")
         if zero[f"offload_{what}"].get("nvme_path") in (None, AUTO, "none"):

@@ -17,6 +17,7 @@ from ..distributed.process import ProcessState
 from .deepspeed_dummies import DummyOptim, scheduler_of
 from .deepspeed_gradients import WindowGradients, gradients_of
 from .deepspeed_limits import check_dummies, check_readable
+from .deepspeed_nvme import check_nvme
 from .deepspeed_package import connect_deepspeed, launched
 from .deepspeed_turns import ArrivalOrder, EngineEntry, passes_of
 from .optimizer import parameters_of
@@ -247,6 +248,7 @@ def drive(
         given["lr_scheduler"] = scheduler.lr_scheduler_callable
     connect_deepspeed(deepspeed, process.device)
     check_readable(deepspeed, config)
+    check_nvme(config)
     with launched(process.local_process_index):
         engine = deepspeed.initialize(model=entry, config=dict(config), dist_init_required=False, **given)[0]
     if config["zero_optimization"].get("stage") == 3 and "LOCAL_RANK" not in os.environ:

@@ -7,6 +7,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ..distributed.errors import ConfigError
 from .deepspeed_config import AUTO, HALF, check_config, stage_of
 from .memory_zero import LARGEST_BUCKET
@@ -102,8 +104,11 @@ def _complete_precision(config: dict[str, Any], facts: Facts) -> None:
         # Without partitions there are no weights in 32 bits beside those in 16: autocast serves.
         if wanted and stage == 0 and name == "fp16":
             raise ConfigError("precision='fp16' with ZeRO stage 0. Use stage 1 to 3, or strategy='ddp'.")
-        if wanted and facts.device_type == "cpu" and name == "fp16":
-            raise ConfigError("precision='fp16': DeepSpeed can't compute in it on the CPU. Use 'bf16' or 'no'.")
+        if wanted and name == "fp16" and facts.device_type == "cpu" and not computes_in_half():
+            raise ConfigError(
+                "precision='fp16': DeepSpeed computes in it only on a CPU with instructions for it (avx512_fp16), "
+                "which this one lacks. Use 'bf16' or 'no'."
+            )
         if wanted and stage > 0:
             config[name] = config.get(name, {}) | {"enabled": True}
         else:
@@ -111,6 +116,12 @@ def _complete_precision(config: dict[str, Any], facts: Facts) -> None:
     for name in config.keys() & HALF:
         for key in [key for key, value in config[name].items() if value == AUTO]:
             del config[name][key]
+
+
+def computes_in_half() -> bool:
+    """Whether DeepSpeed takes this CPU for one that computes in fp16."""
+    operators: Any = torch.ops.mkldnn
+    return hasattr(operators, "_is_mkldnn_fp16_supported") and bool(operators._is_mkldnn_fp16_supported())
 
 
 def _complete_zero(zero: dict[str, Any], facts: Facts) -> None:

@@ -53,6 +53,35 @@ def check_served(model: nn.Module, optimizers: Sequence[Optimizer], method: str 
         )
 
 
+def check_steps_rows(optimizer: Optimizer, model: nn.Module, stage: int) -> None:
+    """Refuse an optimizer, or parameters, of which DeepSpeed can't make rows that are cut anywhere. Local.
+
+    Args:
+        optimizer: of the model's parameters.
+        model: with values or without.
+        stage: of ZeRO; at 0 nothing is cut.
+    Raises:
+        ConfigError: says what does not fit, and what to do.
+    """
+    name = type(optimizer).__name__
+    for path, parameter in model.named_parameters():
+        if not vars(parameter).get("ds_shape", parameter.shape):
+            raise ConfigError(
+                f"parameter {path} of {type(model).__name__} is a scalar, which DeepSpeed can't send to other "
+                "processes. Give it the shape (1,)."
+            )
+    if stage and isinstance(optimizer, _OF_MATRICES):
+        raise ConfigError(
+            f"{name} computes with whole matrices, and DeepSpeed gives it parts of them in a row. Use an optimizer "
+            "that computes each number by itself, such as AdamW, or another strategy."
+        )
+    if stage and isinstance(optimizer, torch.optim.Adagrad) and len(optimizer.param_groups) > 1:
+        raise ConfigError(
+            f"Adagrad has {len(optimizer.param_groups)} groups, which DeepSpeed makes one of. Give it one, or use "
+            "another strategy."
+        )
+
+
 def check_same_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """Refuse an optimizer that differs from those of other processes. Collective: one small one if all is well.
 
@@ -140,24 +169,10 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module, stage: int) -> None
     check_parameters(optimizer, model, {id(parameter): None for parameter in model.parameters()})
     if not any(parameter.requires_grad for parameter in parameters_of(optimizer)):
         raise ConfigError(f"{name} has no trainable parameter. Unfreeze some, or add them.")
+    check_steps_rows(optimizer, model, stage)
     for path, parameter in model.named_parameters():
-        if not vars(parameter).get("ds_shape", parameter.shape):
-            raise ConfigError(
-                f"parameter {path} of {type(model).__name__} is a scalar, which DeepSpeed can't send to other "
-                "processes. Give it the shape (1,)."
-            )
         if parameter.is_meta:
             raise ConfigError(
                 f"parameter {path} of {type(model).__name__} has no values (device meta). Build the model without "
                 "torch.device('meta'); with zero3_init=True it is in parts from the beginning."
             )
-    if stage and isinstance(optimizer, _OF_MATRICES):
-        raise ConfigError(
-            f"{name} computes with whole matrices, and DeepSpeed gives it parts of them in a row. Use an optimizer "
-            "that computes each number by itself, such as AdamW, or another strategy."
-        )
-    if stage and isinstance(optimizer, torch.optim.Adagrad) and len(optimizer.param_groups) > 1:
-        raise ConfigError(
-            f"Adagrad has {len(optimizer.param_groups)} groups, which DeepSpeed makes one of. Give it one, or use "
-            "another strategy."
-        )

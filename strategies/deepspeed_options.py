@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..distributed.errors import ConfigError, check_boolean, check_number, suggest
-from .deepspeed_config import AUTO, DEFAULT_STAGE, DEVICES, OFFLOADS, ConfigLike, check_config, read_config, stage_of
+from .deepspeed_config import (
+    AUTO,
+    DEFAULT_STAGE,
+    DEVICES,
+    OFFLOADS,
+    ONLY_STAGE_3,
+    ConfigLike,
+    check_config,
+    read_config,
+    stage_of,
+)
+from .deepspeed_nvme import check_transfers
 
 _ZERO_OPTIONS = (
     "allgather_bucket_size",
@@ -50,6 +61,24 @@ class DeepSpeedOptions:
         """The stage of ZeRO."""
         return stage_of(self.config)
 
+    def given(self, stage: int) -> dict[str, Any]:
+        """The same options as `DeepSpeedStrategy` takes them beside another `zero_stage`; those alone that it has."""
+        rest = {name: value for name, value in self.config.items() if name != "zero_optimization"}
+        zero = {
+            name: value
+            for name, value in self.config["zero_optimization"].items()
+            if name != "stage" and (stage == 3 or name not in ONLY_STAGE_3)
+        }
+        is_plain = not rest and all(name in _ZERO_OPTIONS for name in zero)
+        found: dict[str, Any] = zero if is_plain else {"config": {**rest, "zero_optimization": zero}}
+        if stage == 3 and self.zero3_init:
+            found["zero3_init"] = True
+        if self.moe_leaf_modules:
+            found["moe_leaf_modules"] = list(self.moe_leaf_modules)
+        if self.clip_norm:
+            found["clip_norm"] = self.clip_norm
+        return found
+
 
 def read_options(
     config: ConfigLike | None = None,
@@ -84,6 +113,7 @@ def read_options(
                 f"{full['gradient_clipping']!r}. Give it in one place."
             )
     check_config(full)
+    check_transfers(full)
     if zero3_init and stage_of(full) != 3:
         raise ConfigError(f"zero3_init=True with ZeRO stage {stage_of(full)}. It needs zero_stage=3.")
     return DeepSpeedOptions(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..distributed.environment import read_flag, read_variable
+from ..distributed.environment import read_flag, read_text, read_variable
 from ..distributed.errors import ConfigError, check_boolean, check_integer, check_number
 from ..distributed.imports import is_installed, require
 from .deepspeed_config import AUTO, DEFAULT_STAGE, read_config
@@ -135,6 +135,7 @@ class DeepSpeedPlugin:
         if self.enable_msamp:
             raise ConfigError("deepspeed_plugin.enable_msamp=True: MS-AMP is not available. Leave it out.")
         given = {name for name in (*_OF_CONFIG, *_VARIABLES) if getattr(self, name) is not None}
+        told = _fields_of_launch() - given
         self._read_variables()
         self._check_fields()
         if isinstance(self.hf_ds_config, HfDeepSpeedConfig):
@@ -144,7 +145,9 @@ class DeepSpeedPlugin:
         else:
             config = HfDeepSpeedConfig(self.hf_ds_config).config
         self._has_file = config is not None
-        self.hf_ds_config = HfDeepSpeedConfig(self._own_config() if config is None else self._completed(config, given))
+        self.hf_ds_config = HfDeepSpeedConfig(
+            self._own_config() if config is None else self._completed(config, given, told)
+        )
         self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
         """DeepSpeed's configuration, in which values may be `"auto"`."""
         self._read_back()
@@ -225,8 +228,14 @@ class DeepSpeedPlugin:
             "zero_optimization": zero,
         }
 
-    def _completed(self, config: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
-        """The user's configuration, whose `"auto"` values are filled from the fields."""
+    def _completed(self, config: Mapping[str, Any], given: set[str], told: set[str]) -> dict[str, Any]:
+        """The user's configuration, whose `"auto"` values are filled from the fields.
+
+        Args:
+            config: the user's.
+            given: the fields that were given here.
+            told: those that the launcher's file has.
+        """
         full = HfDeepSpeedConfig(config)
         full.config.setdefault("gradient_accumulation_steps", 1)
         places = {name: f"zero_optimization.{path}" for name, path in _OF_CONFIG.items()}
@@ -234,6 +243,8 @@ class DeepSpeedPlugin:
         for name, path in places.items():
             value = DEFAULT_STAGE if name == "zero_stage" and self.zero_stage is None else getattr(self, name)
             section, key = full.find_config_node(path)
+            if name in told:
+                _check_told(name, value, path, AUTO if section is None else section.get(key))
             if value is None or section is None or key not in section:
                 continue
             if section[key] == AUTO:
@@ -261,3 +272,23 @@ def _number(place: str, text: str, kind: Any) -> Any:
         return kind(text)
     except ValueError as error:
         raise ConfigError(f"{place}={text!r} is no number. Expected one, or 'auto'.") from error
+
+
+def _fields_of_launch() -> set[str]:
+    """The fields that the launcher's file of options has, as against its command line and its defaults."""
+    return {name.strip() for name in (read_text("CONFIG_DS_FIELDS") or "").split(",")}
+
+
+def _check_told(name: str, value: Any, path: str, configured: Any) -> None:
+    """Refuse an option of the launcher's file that DeepSpeed's own configuration does not follow.
+
+    Raises:
+        ConfigError: names both.
+    """
+    if configured == AUTO or value in (configured, AUTO) or (configured is None and value in (None, False, "none")):
+        return
+    there = f"has no {path}" if configured is None else f"has {path}={configured!r}"
+    raise ConfigError(
+        f"the launcher's file has {name}={value!r}, and DeepSpeed's configuration, which counts, {there}. Give it "
+        "there, as the value or as 'auto', and take it out of the launcher's file otherwise."
+    )

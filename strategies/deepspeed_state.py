@@ -1,138 +1,161 @@
-"""States of a model under DeepSpeed and of its optimizer: whole, by the names that the model has, and put back."""
+"""States of a model under DeepSpeed and of its optimizer: as they are, whole on the main process, and put back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..checkpoint.flat import FlatPart
+from ..checkpoint.stored import StoredTensor, read_all
 from ..distributed.errors import CheckpointError
 from .deepspeed_engine import Driven
+from .deepspeed_parts import computing_part, gradient_part, is_swapped, put_back, slot_of, state_part, weight_part
 from .optimizer import parameters_of
+from .sharded_norms import whole_norms
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 """Those of an engine."""
 
 
-def whole_model_state(driven: Driven, keeps: bool) -> dict[str, Any]:
-    """A model's state dict with whole tensors, empty where it is not kept. Collective.
-
-    Weights that are trained in 16 bits are given in the 32 bits in which they are updated. One tensor at a time is put
-    together. Tied parameters stay one.
+def model_state(driven: Driven) -> dict[str, Any]:
+    """A model's state dict, of which each process has its part of the weights, in the 32 bits in which they are
+    updated and in the same memory. Tied parameters stay one. Local.
     """
-    state: dict[str, Any] = {}
-    known: dict[int, Tensor] = {}
-    for name, value in driven.model.state_dict(keep_vars=True).items():
-        if isinstance(value, nn.Parameter):
-            if id(value) not in known:
-                full = _whole_weight(driven, value)
-                known[id(value)] = full if keeps else torch.empty(0)
-            value = known[id(value)]
-        state[name] = value.detach() if isinstance(value, Tensor) else value
+    return _state_dict(driven, lambda parameter: weight_part(driven, parameter))
+
+
+def whole_model_state(driven: Driven, keeps: bool) -> dict[str, Any]:
+    """A model's state dict with whole weights in 32 bits, empty where it is not kept. Collective.
+
+    One tensor at a time is put together on the device, and kept on the host. Tied parameters stay one.
+    """
+    state = _state_dict(driven, lambda parameter: _whole_weight(driven, parameter, keeps))
     return state if keeps else {}
 
 
 @contextmanager
 def writing_weights(driven: Driven) -> Iterator[None]:
-    """A context in which the model has whole weights in 32 bits, to be written into by every process alike. Collective.
-
-    They are put together at the beginning, so that what is not written stays.
+    """A context in which the model's weights are this process's parts in 32 bits, to be written into: parts of whole
+    tensors that every process writes alike. What is not written stays. Collective.
     """
     if driven.stage == 0:
         yield
         return
-    before: list[tuple[nn.Parameter, Tensor]] = []
-    optimizer = driven.engine.optimizer
     if driven.stage == 3:
-        optimizer._partition_all_parameters()
-    for parameter in driven.model.parameters():
-        if driven.stage == 3 or _has_master(driven, parameter):
-            full = _whole_weight(driven, parameter)
-            before.append((parameter, parameter.data))
-            parameter.data = full.clone() if full.data_ptr() == parameter.data.data_ptr() else full
+        driven.engine.optimizer._partition_all_parameters()
+    parts: dict[nn.Parameter, Tensor] = {}
+    replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    for module in driven.model.modules():
+        owner: dict[str, Any] = module._parameters
+        for name, parameter in list(owner.items()):
+            if parameter is not None and (driven.stage == 3 or id(parameter) in driven.owned):
+                if parameter not in parts:
+                    parts[parameter] = weight_part(driven, parameter)
+                owner[name] = parts[parameter]
+                replaced.append((owner, name, parameter))
     try:
         yield
     finally:
-        for parameter, data in before:
-            full, parameter.data = parameter.data, data
-            _set_weight(driven, parameter, full)
+        for owner, name, parameter in replaced:
+            owner[name] = parameter
+        for parameter, part in parts.items():
+            put_back(driven, parameter, part)
         _show_weights(driven)
 
 
-def whole_optimizer_state(driven: Driven, keeps: bool) -> dict[str, Any]:
-    """The optimizer's state dict with whole tensors on the host, without them where it is not kept. Collective."""
+def show_parts(driven: Driven) -> Callable[[], None]:
+    """Let the model compute with the weights that the optimizer has. Collective at stages 1 and 2.
+
+    Returns:
+        What lets it compute with those that it had. Local.
+    """
+    if driven.stage == 0:
+        return lambda: None
+    if driven.stage < 3:
+        before = [(parameter, parameter.detach().clone()) for parameter in driven.parameters]
+        _show_weights(driven)
+        return lambda: _compute_with(driven, before)
+    parts = [(computing_part(parameter), weight_part(driven, parameter)) for parameter in driven.parameters]
+    kept = [(part, part.clone()) for part, _ in parts]
+    _compute_with(driven, parts)
+    return lambda: _compute_with(driven, kept)
+
+
+@torch.no_grad()
+def _compute_with(driven: Driven, values: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Write values into the weights that the model computes with. Local."""
+    if driven.stage == 3:
+        driven.engine.optimizer._partition_all_parameters()  # what was gathered has the former values
+        driven.engine.optimizer.invalidate_secondary_tensor()
+    for weight, value in values:
+        weight.copy_(value)
+
+
+def optimizer_state(driven: Driven) -> dict[str, Any]:
+    """The optimizer's state dict, of which each process has its part, in the same memory. Local."""
     state = driven.optimizer.state_dict()
     entries: dict[int, Any] = {}
     stepped = driven.stepped.state
-    _link_states(driven)
     for number, parameter in enumerate(parameters_of(driven.optimizer)):
-        flat = _partition(driven, parameter)
-        if flat is None or not stepped.get(flat):
+        slot = slot_of(driven, parameter)
+        if slot is None or not stepped.get(slot.flat):
             continue
         entry = entries[number] = {}
-        for key, value in stepped[flat].items():
-            if _is_spread(value, flat):
-                full = _whole_state(driven, parameter, key).to(value.dtype)
-                entry[key] = full.detach().cpu() if keeps else torch.empty(0)
+        for key, value in stepped[slot.flat].items():
+            if _is_spread(value, slot.flat):
+                entry[key] = state_part(driven, parameter, slot, key)
             else:
                 entry[key] = value.clone() if isinstance(value, Tensor) else value
-    return {"state": entries if keeps else {}, "param_groups": state["param_groups"]}
+    return {"state": entries, "param_groups": state["param_groups"]}
 
 
 def load_optimizer_state(driven: Driven, state: Mapping[str, Any]) -> None:
-    """Put a whole state, which every process has, into the partitions. Local.
+    """Put a whole state, which every process has or can read, into the partitions; of stored tensors each process reads
+    its part. Local.
 
     Raises:
         CheckpointError: the partitions are on NVMe.
     """
     optimizer, stepped = driven.optimizer, driven.stepped
     optimizer.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
-    if driven.stage == 3 and driven.engine.optimizer.swap_optimizer:
+    if is_swapped(driven):
         raise CheckpointError(
             "the optimizer's state is on NVMe, where it can't be put back. Resume with offload_optimizer='cpu', or "
             "begin anew from the weights alone."
         )
     stepped.state.clear()
-    spread: list[tuple[Tensor, str, Tensor]] = []
     for number, parameter in enumerate(parameters_of(optimizer)):
-        flat, values = _partition(driven, parameter), state["state"].get(number)
-        if flat is None or not values:
+        slot, values = slot_of(driven, parameter), state["state"].get(number)
+        if slot is None or not values:
             continue
-        shape = _shape(parameter)
+        own = stepped.state[slot.flat]
         for key, value in values.items():
-            if isinstance(value, Tensor) and value.shape == shape and value.dim():
-                if key not in stepped.state[flat]:
-                    stepped.state[flat][key] = torch.zeros_like(flat, dtype=value.dtype, requires_grad=False)
-                spread.append((parameter, key, value))
+            if isinstance(value, (Tensor, StoredTensor)) and tuple(value.shape) == slot.shape != ():
+                if key not in own:
+                    own[key] = torch.zeros_like(slot.flat, dtype=value.dtype, requires_grad=False)
+                _fill(own[key] if driven.stage == 0 else slot.part(own[key]), value)
             else:
-                stepped.state[flat][key] = value.clone() if isinstance(value, Tensor) else value
+                value = read_all(value)
+                own[key] = value.clone() if isinstance(value, Tensor) else value
     _link_states(driven)
-    for parameter, key, value in spread:
-        _set_state(driven, parameter, key, value)
 
 
-def gradient_norms(driven: Driven | None, parameters: Iterable[Tensor], norm_type: float) -> list[Tensor | None]:
+def gradient_norms(
+    driven: Driven | None, parameters: Iterable[Tensor], norm_type: float, device: torch.device
+) -> list[Tensor | None]:
     """The norm of each parameter's gradient, as it will be stepped on but for the clipping. Collective.
 
     None for a parameter without one.
     """
-    import deepspeed
-
-    norms: list[Tensor | None] = []
-    for parameter in parameters:
-        norms.append(None)
-        if driven is None or driven.stage == 0 or id(parameter) not in driven.owned:
-            gradient = parameter.grad
-        else:
-            gradient = deepspeed.utils.safe_get_full_grad(parameter)
-        if gradient is not None:
-            factor = 1.0 if driven is None else driven.gradients.pending
-            norms[-1] = torch.linalg.vector_norm(gradient.float(), norm_type) * factor
-    return norms
+    factor = 1.0 if driven is None else driven.gradients.pending
+    gradients = [p.grad if driven is None else gradient_part(driven, p) for p in parameters]
+    found = [index for index, gradient in enumerate(gradients) if gradient is not None]
+    norms = dict(zip(found, whole_norms([g for g in gradients if g is not None], norm_type, device), strict=True))
+    return [norms[index] * factor if index in norms else None for index in range(len(gradients))]
 
 
 def nonfinite_part(model: nn.Module) -> str | None:
@@ -174,78 +197,45 @@ def load_own_state(driven: Driven, state: Mapping[str, Any]) -> None:
         vars(driven.engine.optimizer.loss_scaler).update(state["loss_scaler"])
 
 
-def _has_master(driven: Driven, parameter: Tensor) -> bool:
-    """Whether DeepSpeed updates a copy of a parameter, and not the parameter."""
-    return driven.stage > 0 and id(parameter) in driven.owned
+def _state_dict(driven: Driven, weight: Callable[[nn.Parameter], Tensor]) -> dict[str, Any]:
+    """The model's state dict with another tensor for each parameter, which is made once."""
+    known: dict[int, Tensor] = {}
+    state: dict[str, Any] = {}
+    for name, value in driven.model.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter):
+            if id(value) not in known:
+                known[id(value)] = weight(value)
+            state[name] = known[id(value)]
+        else:
+            state[name] = value.detach() if isinstance(value, Tensor) else value
+    return state
 
 
-def _shape(parameter: Any) -> torch.Size:
-    """The shape of a whole parameter, also of one that is spread."""
-    shape: torch.Size = parameter.ds_shape if hasattr(parameter, "ds_id") else parameter.shape
-    return shape
-
-
-def _whole_weight(driven: Driven, parameter: nn.Parameter) -> Tensor:
-    import deepspeed
-
-    if driven.stage == 0 or (driven.stage < 3 and not _has_master(driven, parameter)):
-        return parameter.detach()
+def _whole_weight(driven: Driven, parameter: nn.Parameter, keeps: bool) -> Tensor:
     if driven.stage < 3 and parameter.dtype == torch.float32:
-        return parameter.detach()  # its copy has the same values
-    if _has_master(driven, parameter):
-        full: Tensor = deepspeed.utils.safe_get_full_fp32_param(parameter)
-        return full.detach()
-    with deepspeed.zero.GatheredParameters([parameter]):
-        return parameter.detach().clone()
+        return parameter.detach()  # what is updated has the same values
+    part = weight_part(driven, parameter)
+    if not isinstance(part, FlatPart):
+        return part
+    full = part.gathered(driven.engine.device)
+    return full.cpu() if keeps else torch.empty(0)
+
+
+def _fill(target: Tensor, value: Tensor | StoredTensor) -> None:
+    if isinstance(value, StoredTensor):
+        value.read_into(target)
+    else:
+        with torch.no_grad():
+            target.copy_(value)
 
 
 def _link_states(driven: Driven) -> None:
-    """Let DeepSpeed find the states by parameters. It does so after the step of its first group, when the others have
-    none yet. Local.
+    """Let DeepSpeed's own functions find the states by parameters. It does so after the step of its first group, when
+    the others have none yet. Local.
     """
     if driven.stage in (1, 2):
         driven.engine.optimizer._hp_optimizer_states_linked = False
         driven.engine.optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def _whole_state(driven: Driven, parameter: Tensor, key: str) -> Tensor:
-    import deepspeed
-
-    if driven.stage == 0:
-        own: Tensor = driven.stepped.state[parameter][key]
-        return own
-    full: Tensor = deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
-    return full
-
-
-def _set_weight(driven: Driven, parameter: Any, full: Tensor) -> None:
-    import deepspeed
-
-    if driven.stage < 3:
-        deepspeed.utils.safe_set_full_fp32_param(parameter, full)
-    elif _has_master(driven, parameter):
-        deepspeed.utils.safe_set_local_fp32_param(parameter, _own_slice(parameter, full))
-    else:
-        parameter.ds_tensor.data.copy_(_own_slice(parameter, full))
-
-
-def _set_state(driven: Driven, parameter: Any, key: str, full: Tensor) -> None:
-    import deepspeed
-
-    if driven.stage == 0:
-        driven.stepped.state[parameter][key].copy_(full)
-    elif driven.stage < 3:
-        deepspeed.utils.safe_set_full_optimizer_state(parameter, full, key)
-    else:
-        deepspeed.utils.safe_set_local_optimizer_state(parameter, _own_slice(parameter, full), key)
-
-
-def _own_slice(parameter: Any, full: Tensor) -> Tensor:
-    """This process's part of a parameter's numbers, filled up with zeros at the end."""
-    size: int = parameter.ds_tensor.ds_numel
-    begin = size * dist.get_rank(parameter.ds_process_group)
-    part = full.flatten()[begin : begin + size]
-    return torch.nn.functional.pad(part, (0, size - part.numel()))
 
 
 def _show_weights(driven: Driven) -> None:
@@ -259,22 +249,6 @@ def _show_weights(driven: Driven) -> None:
     if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
     optimizer.invalidate_secondary_tensor()
-
-
-def _partition(driven: Driven, parameter: Tensor) -> Tensor | None:
-    """The tensor under which the stepped optimizer keeps a parameter's state; None where it has none."""
-    index = driven.owned.get(id(parameter))
-    if index is None:
-        return None
-    optimizer = driven.engine.optimizer
-    if driven.stage == 0:
-        return parameter
-    if driven.stage == 3:
-        group, _, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        partition: Tensor = optimizer.fp32_partitioned_groups_flat[group]
-        return partition
-    found: Tensor = driven.stepped.param_groups[index]["params"][0]
-    return found
 
 
 def _is_spread(value: Any, flat: Tensor) -> bool:

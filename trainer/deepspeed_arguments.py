@@ -12,7 +12,7 @@ from ..distributed.errors import ConfigError
 from ..strategies.deepspeed import DeepSpeedStrategy
 from ..strategies.deepspeed_plugin import DeepSpeedPlugin
 from ..strategies.gradient_state import GradientAccumulationPlugin
-from ..strategies.precision import Precision
+from ..strategies.precision import PrecisionLike
 from ..strategies.registry import AUTO, DEEPSPEED
 
 
@@ -70,7 +70,7 @@ def accumulation_of(
     return replace(given, num_steps=wanted)
 
 
-def precision_of(strategy: DeepSpeedStrategy, given: str | Precision | None) -> str | Precision | None:
+def precision_of(strategy: DeepSpeedStrategy, given: PrecisionLike | None) -> PrecisionLike | None:
     """The precision that was given, else the one that DeepSpeed's configuration enables."""
     if given is not None or read_variable("MIXED_PRECISION") is not None:
         return given

@@ -17,7 +17,8 @@ from loopwright.distributed.errors import ConfigError, MissingDependencyError
 from loopwright.strategies.deepspeed import DeepSpeedStrategy
 from loopwright.strategies.deepspeed_config import read_config
 from loopwright.strategies.deepspeed_dummies import DummyOptim, DummyScheduler, facts_of
-from loopwright.strategies.deepspeed_facts import Facts, complete
+from loopwright.strategies.deepspeed_facts import Facts, complete, computes_in_half
+from loopwright.strategies.deepspeed_nvme import check_nvme
 from loopwright.strategies.deepspeed_package import import_deepspeed
 from loopwright.strategies.deepspeed_plugin import DeepSpeedPlugin, HfDeepSpeedConfig
 from loopwright.trainer.accelerator import Accelerator
@@ -142,6 +143,10 @@ STRATEGY_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"config": {"gradient_clipping": -1}}, "gradient_clipping=-1. Expected a number >= 0"),
     ({"config": {"gradient_clipping": 2.0}, "clip_norm": 1.0}, "clip_norm=1.0.*gradient_clipping=2.0"),
     ({"config": {"bf16": {"enabled": True}, "fp16": {"enabled": True}}}, "enables both bf16 and fp16"),
+    ({"config": {"aio": 4}}, "aio=4 in DeepSpeed's config. Expected a mapping with 'block_size'"),
+    ({"config": {"aio": {"blocksize": 4}}}, r"aio\.blocksize=4\. Did you mean 'block_size'"),
+    ({"config": {"aio": {"queue_depth": 0}}}, r"aio\.queue_depth=0\. Expected an integer >= 1"),
+    ({"config": {"aio": {"single_submit": "no"}}}, r"aio\.single_submit='no'"),
 ]
 
 
@@ -156,7 +161,6 @@ RUN_ERRORS: list[tuple[Mapping[str, Any], dict[str, Any], str]] = [
     ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 2}, {}, "train_batch_size=10.*make 16"),
     ({"bf16": {"enabled": True}}, {}, "bf16 enabled=True, and the run's precision is 'no'"),
     ({"bf16": {"enabled": False}}, {"precision": "bf16"}, "bf16 enabled=False.*'bf16'"),
-    ({"zero_optimization": {"stage": 2}}, {"precision": "fp16"}, "can't compute in it on the CPU"),
     ({}, {"precision": "fp16", "device_type": "cuda"}, "fp16' with ZeRO stage 0"),
     (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}},
@@ -174,6 +178,24 @@ RUN_ERRORS: list[tuple[Mapping[str, Any], dict[str, Any], str]] = [
 def test_contradictions_to_the_run_name_both(config: Mapping[str, Any], run: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         complete(read_config(config), facts(**run))
+
+
+@pytest.mark.skipif(computes_in_half(), reason="this CPU computes in fp16")
+def test_a_cpu_without_fp16() -> None:
+    with pytest.raises(ConfigError, match=r"only on a CPU with instructions for it \(avx512_fp16\), which"):
+        complete(read_config({"zero_optimization": {"stage": 2}}), facts(precision="fp16"))
+
+
+def test_what_nvme_needs(tmp_path: Path) -> None:
+    def offload(folder: Path) -> dict[str, Any]:
+        offload = {"device": "nvme", "nvme_path": str(folder)}
+        return DeepSpeedStrategy(zero_stage=3, offload_param=offload, config={"aio": {"block_size": 8}}).options.config
+
+    with pytest.raises(ConfigError, match=r"offload_param has nvme_path='.*gone', which is no folder of this machine"):
+        check_nvme(offload(tmp_path / "gone"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is no folder of this machine"):
+        check_nvme(offload(tmp_path / "file"))
 
 
 def test_stage_0_in_bf16_computes_under_autocast() -> None:
@@ -226,6 +248,24 @@ def test_plugin_with_a_file() -> None:
     assert accelerator.state.deepspeed_plugin is plugin
     with pytest.raises(ConfigError, match=r"zero_stage=2, and its configuration has zero_optimization.stage=1"):
         DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}}, zero_stage=2)
+
+
+FIELDS = "zero_stage,gradient_clipping,offload_param_device,deepspeed_config_file,mixed_precision"
+
+
+def test_what_the_launchers_file_says_beside_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", FIELDS)
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")
+    open_ones = {"zero_optimization": {"stage": "auto"}, "gradient_clipping": 0.5}
+    assert DeepSpeedPlugin(open_ones).zero_stage == 3
+    with pytest.raises(ConfigError, match=r"file has zero_stage=3, and .* has zero_optimization\.stage=2\. Give"):
+        DeepSpeedPlugin({"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"})
+    with pytest.raises(ConfigError, match=r"file has gradient_clipping=0\.5, and .* has no gradient_clipping"):
+        DeepSpeedPlugin({"zero_optimization": {"stage": 3}})
+    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "")  # said on the command line: the configuration counts
+    assert DeepSpeedPlugin({"zero_optimization": {"stage": 2}}).zero_stage == 2
 
 
 PLUGIN_ERRORS: list[tuple[dict[str, Any], str]] = [

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from loopwright.callbacks.callback import Callback
 from loopwright.callbacks.checkpoint import ModelCheckpoint
+from loopwright.checkpoint.reading import open_checkpoint
+from loopwright.checkpoint.sharded import whole
 from loopwright.trainer.trainer import Trainer
 
 from .sharded import fit, loader, make, state_of
 from .test_deepspeed_trainer import Records, close, stage
+from .test_fsdp_checkpoints import begin, go_on
 
 Run = Callable[..., list[Any]]
 ROWS = 48
@@ -25,11 +29,11 @@ def optimizer_of(trainer: Trainer) -> dict[str, Any]:
     """The whole state of the optimizer, on the main process. Collective."""
     newest = trainer._newest("test")
     state = trainer.strategy.optimizer_state(newest.model, trainer.optimizers[0])
-    return {"state": {n: {k: whole(v) for k, v in values.items()} for n, values in state["state"].items()}}
+    return {"state": {n: {k: _whole(v) for k, v in values.items()} for n, values in state["state"].items()}}
 
 
-def whole(value: Any) -> Any:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value.clone() if torch.is_tensor(value) else value
+def _whole(value: Any) -> Any:
+    return whole(value).clone() if torch.is_tensor(value) else value
 
 
 class FirstState(Callback):
@@ -100,6 +104,19 @@ def test_legs_are_equal_to_one_run(two_processes: Run, tmp_path: Path, case: str
     equal(legs[1:3], whole_run[1:3])
 
 
+def _check_parts(folder: str, strategies: Iterable[str]) -> None:
+    """Each number of weights and of the optimizer's states is in one file, and each process has written some."""
+    num_weights = sum(parameter.numel() for parameter in make().parameters())
+    for name in strategies:
+        checkpoint = open_checkpoint(_last(f"{folder}/{name}"))
+        assert checkpoint.manifest.format_version == 2
+        for tree, copies in (("model", 1), ("optimizers", 2)):
+            files = [load_file(checkpoint.path / f"{tree}.part-0000{index}.safetensors") for index in range(2)]
+            sizes = [sum(value.numel() for value in file.values() if value.dim()) for file in files]
+            assert sum(sizes) == copies * num_weights
+            assert min(sizes) > 0.3 * sum(sizes)
+
+
 def _last(folder: str) -> str:
     return str(sorted(Path(folder).iterdir())[-1])
 
@@ -128,12 +145,26 @@ def test_to_and_from_other_strategies(two_processes: Run, tmp_path: Path) -> Non
     firsts = two_processes(_first_leg, folder, 4, strategies)[0]
     alone = _first_leg(folder, 8, {"single": "single"})["single"]
     whole_run = _fit(f"{folder}/whole", 8, "single", 6)
+    _check_parts(folder, ("one", "two", "three"))
     ways = [("ddp", stage(3)), ("fsdp", stage(1)), ("single", stage(2)), ("two", "ddp"), ("three", "fsdp")]
     for (name, _), found in zip(ways, two_processes(_second_leg, folder, 4, ways)[0], strict=True):
         _check(found, (firsts | {"single": alone})[name], whole_run)
     ways = [("one", "single"), ("three", "single")]
     for (name, _), found in zip(ways, _second_leg(folder, 8, ways), strict=True):
         _check(found, firsts[name], whole_run)
+
+
+def _in_background(folder: str) -> Any:
+    found = []
+    for number in (2, 3):
+        path, options = f"{folder}/{number}", {"strategy": stage(number)}
+        found.append((begin(path, 4, options, asynchronous=True), go_on(path, 4, options)))
+    return found
+
+
+def test_in_the_background(two_processes: Run, tmp_path: Path) -> None:
+    for end, found in two_processes(_in_background, str(tmp_path))[0]:
+        close(found, end, 0.0)
 
 
 @pytest.mark.slow

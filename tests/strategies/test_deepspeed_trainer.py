@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loopwright.callbacks.callback import Callback, SkipBatch
-from loopwright.callbacks.ema import EMA
 from loopwright.distributed.errors import ConfigError
 from loopwright.trainer.task import Task
 from loopwright.trainer.trainer import Trainer
@@ -238,6 +237,13 @@ def test_batches_without_a_loss(two_processes: Run) -> None:
         close(weights, wanted)
 
 
+@pytest.mark.slow  # the workers are started anew after it
+def test_a_batch_without_a_loss_at_stage_3_ends_all(two_processes: Run) -> None:
+    # Process 0 would wait for process 1 in the next gathering of weights.
+    with pytest.raises(AssertionError, match=r"PeerFailedError: process 1 failed first.*this process has no loss in a"):
+        two_processes(_train_gaps, [stage(3)])
+
+
 class Drops(Callback):
     """Leaves out the second step, when its gradients are clipped already."""
 
@@ -295,8 +301,6 @@ def _refuse() -> None:
         fit(make(), loader(8, 4), None, strategy=stage(1, config={"optimizer": {"type": "SGD"}}))
     with pytest.raises(ConfigError, match=r"moe_leaf_modules has 'Expert', and Words no such"):
         fit(make(), loader(8, 4), None, strategy=stage(3, moe_leaf_modules=["Expert"]))
-    with pytest.raises(ConfigError, match="EMA can't average weights that are in parts"):
-        fit(make(), loader(8, 4), None, callbacks=[EMA()], strategy=stage(3))
     with pytest.raises(ConfigError, match="AdamW had parameters frozen or unfrozen after it was set up"):
         fit(make(), loader(16, 4), None, callbacks=[Freezes()], **options)
     with pytest.raises(ConfigError, match="AdamW got parameters after it was set up"):
