@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from ..distributed.errors import ConfigError, suggest
+
+Loss: TypeAlias = Tensor | tuple[Tensor, Any]
+"""The mean loss of samples, a scalar; or `(loss_sum, count)`, which weighs by what is counted."""
 
 
 @runtime_checkable
@@ -23,11 +26,11 @@ class Pipelined(Protocol):
     def pipeline_input(self, batch: Any) -> Tensor:
         """What the first layer takes of a batch; dimension 0 counts samples."""
 
-    def pipeline_loss(self, output: Tensor, batch: Any) -> Tensor:
-        """The mean loss of a batch, a scalar, from what the last layer gave."""
+    def pipeline_loss(self, output: Tensor, batch: Any) -> Loss:
+        """The loss of a batch, from what the last layer gave."""
 
 
-def whole_loss(model: Pipelined, batch: Any) -> Tensor:
+def whole_loss(model: Pipelined, batch: Any) -> Loss:
     """The loss of a batch where one process has all layers. Local."""
     output = model.pipeline_input(batch)
     for layer in model.pipeline_layers():
@@ -37,31 +40,40 @@ def whole_loss(model: Pipelined, batch: Any) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A model whose layers are dealt to stages, and the stages to processes in turn: stage 0 to process 0."""
+    """A model whose layers are dealt to stages, and the stages to the processes of a pipeline: stage 0 to the first."""
 
     model: nn.Module
     stages: tuple[tuple[nn.Module, ...], ...]
     """The layers of each stage."""
-    num_processes: int
+    owners: tuple[int, ...]
+    """The process that has each stage."""
     parameters: Mapping[int, int]
     """The process that has a parameter, by its `id`; others are whole in all."""
     modules: Mapping[int, int]
     """The process that has a layer, or a module inside of one, by its `id`."""
 
-    def entries_of(self, process: int) -> list[tuple[nn.Module, ...]]:
-        """The layers of each stage of a process."""
-        return list(self.stages[process :: self.num_processes])
+    def entries_of(self, process: int) -> dict[int, tuple[nn.Module, ...]]:
+        """The layers of each stage of a process, by the stage's number."""
+        return {index: self.stages[index] for index, owner in enumerate(self.owners) if owner == process}
 
     def owner_of(self, entry: str) -> int | None:
         """The process that has an entry of the model's state dict; None: all have it."""
         return self.modules.get(id(self.model.get_submodule(entry.rpartition(".")[0])))
+
+    def trained_by(self, process: int) -> list[nn.Parameter]:
+        """The trainable parameters in the stages of a process, each once."""
+        stages = self.entries_of(process).values()
+        found = {id(p): p for stage in stages for layer in stage for p in layer.parameters() if p.requires_grad}
+        return list(found.values())
 
     def elsewhere(self, process: int) -> list[nn.Parameter]:
         """The parameters that a process hasn't."""
         return [p for p in self.model.parameters() if self.parameters.get(id(p), process) != process]
 
 
-def cut(model: nn.Module, num_processes: int, num_stages: int, split: Sequence[str]) -> Cut:
+def cut(
+    model: nn.Module, num_processes: int, num_stages: int, split: Sequence[str], *, turns_back: bool = False
+) -> Cut:
     """Cut a model's layers into stages. Local.
 
     Args:
@@ -70,6 +82,7 @@ def cut(model: nn.Module, num_processes: int, num_stages: int, split: Sequence[s
         num_stages: a multiple of it.
         split: names of the layers with which the second and each further stage begins; empty: stages are chosen so that
             the largest has as few parameters as can be.
+        turns_back: deal every other round of stages from the last process to the first.
     Raises:
         ConfigError: the layers can't be cut so.
     """
@@ -85,20 +98,18 @@ def cut(model: nn.Module, num_processes: int, num_stages: int, split: Sequence[s
     begins = _named_begins(model, layers, num_stages, split) if split else _even_begins(layers, num_stages)
     ends = [*begins[1:], len(layers)]
     stages = tuple(tuple(layers[begin:end]) for begin, end in zip(begins, ends, strict=True))
-    _check_layers(model, stages)
-    owned = {
-        id(module): index % num_processes
-        for index, stage in enumerate(stages)
-        for layer in stage
-        for module in layer.modules()
-    }
-    parameters = {
-        id(parameter): index % num_processes
-        for index, stage in enumerate(stages)
-        for layer in stage
-        for parameter in layer.parameters()
-    }
-    return Cut(model, stages, num_processes, parameters, owned)
+    owners = [_owner(index, num_processes, turns_back) for index in range(num_stages)]
+    _check_layers(model, stages, owners)
+    each = [(owner, layer) for owner, stage in zip(owners, stages, strict=True) for layer in stage]
+    modules = {id(module): owner for owner, layer in each for module in layer.modules()}
+    parameters = {id(parameter): owner for owner, layer in each for parameter in layer.parameters()}
+    return Cut(model, stages, tuple(owners), parameters, modules)
+
+
+def _owner(stage: int, num_processes: int, turns_back: bool) -> int:
+    """The process that a stage is dealt to."""
+    number, place = divmod(stage, num_processes)
+    return num_processes - 1 - place if turns_back and number % 2 else place
 
 
 def free(parameter: nn.Parameter, device: torch.device) -> None:
@@ -151,7 +162,7 @@ def _named_begins(model: nn.Module, layers: Sequence[nn.Module], num_stages: int
     return begins
 
 
-def _check_layers(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> None:
+def _check_layers(model: nn.Module, stages: Sequence[Sequence[nn.Module]], owners: Sequence[int]) -> None:
     """Refuse layers that one process can't compute alone. Local."""
     kind, names = type(model).__name__, {id(p): name for name, p in model.named_parameters()}
     places: dict[int, int] = {}
@@ -163,10 +174,11 @@ def _check_layers(model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> No
                     f"{kind}.pipeline_layers() gives a layer with parameters that is no part of it. Make it an "
                     "attribute in __init__ or configure_model."
                 )
-            if places.setdefault(id(parameter), index) != index:
+            if owners[places.setdefault(id(parameter), index)] != owners[index]:
                 raise ConfigError(
                     f"parameter {name} of {kind} is in the stages {places[id(parameter)]} and {index} of the pipeline, "
-                    "and one process trains it. Untie it, or let split= keep its layers in one stage."
+                    "in two processes, of which one trains it. Untie it, or let split= keep its layers in one stage. "
+                    "schedule='zbv_zero_bubble' has the first stage and the last in one process."
                 )
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in places:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,18 +14,34 @@ from torch.utils._pytree import tree_map_only
 
 from ..distributed import watch
 from ..distributed.errors import ConfigError, DataError, TaskError
+from ..distributed.numbers import wide_float
 from .handlers import AutocastKwargs
-from .pipeline_layers import Cut
+from .pipeline_groups import PipelineGroups
+from .pipeline_layers import Cut, Loss
 from .precision import ContextFactory, Precision
 
-SCHEDULES: Mapping[str, tuple[str, bool]] = {
-    "1f1b": ("Schedule1F1B", False),
-    "gpipe": ("ScheduleGPipe", False),
-    "interleaved_1f1b": ("ScheduleInterleaved1F1B", True),
-    "interleaved_zero_bubble": ("ScheduleInterleavedZeroBubble", True),
-    "looped_bfs": ("ScheduleLoopedBFS", True),
+
+class Schedule(NamedTuple):
+    """One of torch's schedules."""
+
+    name: str
+    """Its class."""
+    has_several: bool = True
+    """Whether it is made for several stages per process."""
+    turns_back: bool = False
+    """Whether the first process has the last stage, of two in each."""
+
+
+SCHEDULES: Mapping[str, Schedule] = {
+    "1f1b": Schedule("Schedule1F1B", has_several=False),
+    "gpipe": Schedule("ScheduleGPipe", has_several=False),
+    "interleaved_1f1b": Schedule("ScheduleInterleaved1F1B"),
+    "interleaved_zero_bubble": Schedule("ScheduleInterleavedZeroBubble"),
+    "looped_bfs": Schedule("ScheduleLoopedBFS"),
+    "zbv_zero_bubble": Schedule("ScheduleZBVZeroBubble", turns_back=True),
+    "dual_pipe_v": Schedule("ScheduleDualPipeV", turns_back=True),
 }
-"""torch's class for each word, and whether it is made for several stages per process."""
+"""torch's schedules by the words for them."""
 _MOST_KEPT = 8
 """Shapes of batches whose schedules are kept."""
 
@@ -35,10 +52,12 @@ class Stage(nn.Module):
     Args:
         layers: of one stage.
         autocast: gives the contexts in which they compute.
+        place: what an error in it says of where it was.
     """
 
-    def __init__(self, layers: tuple[nn.Module, ...], autocast: ContextFactory) -> None:
+    def __init__(self, layers: tuple[nn.Module, ...], autocast: ContextFactory, place: str) -> None:
         super().__init__()
+        self._place = place
         self.layers = nn.ModuleList(layers)
         self._autocast = autocast
         self.raised: Exception | None = None
@@ -59,68 +78,70 @@ class Stage(nn.Module):
                             "Expected one tensor, which the next layer takes."
                         )
         except Exception as error:
+            error.add_note(f"raised in {self._place}")
             self.__dict__["raised"] = error
             raise
         return value
 
 
 class Pipeline:
-    """Sends batches through the stages of all processes, and each stage's gradients back.
+    """Sends batches through the stages of the processes of a pipeline, and each stage's gradients back.
 
     Args:
         cut: of the model.
         schedule: a word of `SCHEDULES`.
         num_chunks: parts of a batch in training.
         precision: of the run.
+        groups: of the processes.
         device: where this process computes.
     Raises:
         ConfigError: the schedule can't have so many chunks.
     """
 
-    def __init__(self, cut: Cut, schedule: str, num_chunks: int, precision: Precision, device: torch.device) -> None:
+    def __init__(
+        self,
+        cut: Cut,
+        schedule: str,
+        num_chunks: int,
+        precision: Precision,
+        groups: PipelineGroups,
+        device: torch.device,
+    ) -> None:
         self.cut = cut
         self._num_chunks = num_chunks
         self._word = schedule
+        self._precision = precision
+        self._groups = groups
         self._device = device
         # Without torch's cache of converted weights: one made for one chunk would be a part of the graphs of others.
         self._autocast = precision.contexts(AutocastKwargs(cache_enabled=False))
-        rank = dist.get_rank()
         self._stages = {
-            rank + number * cut.num_processes: Stage(layers, self._autocast)
-            for number, layers in enumerate(cut.entries_of(rank))
+            index: Stage(layers, self._autocast, f"stage {index} of the {len(cut.stages)} of the pipeline")
+            for index, layers in cut.entries_of(groups.place).items()
         }
-        self._last = (len(cut.stages) - 1) % cut.num_processes
+        self._last = cut.owners[-1]
         self._schedules: dict[Hashable, Any] = {}
         self._parts: list[Any] = []
         """The chunks of the batch that is on its way."""
-        self._losses: dict[int, Tensor] = {}
-        """Their losses, in the process with the last stage."""
+        self._losses: dict[int, tuple[Tensor, Any]] = {}
+        """Their losses and what these count, in the process with the last stage."""
+        self._largest = 0
+        """Samples of the largest batch in training."""
+        self._has_warned = False
+        self._gives_counts: bool | None = None
+        """Whether losses are sums with counts; None: there was none yet."""
         self._raised: Exception | None = None
-        self._factor = 1.0
+        self._broken: BaseException | None = None
+        """What has ended a batch on its way through the stages, which other processes go on with."""
+        self._factor: float | Tensor = 1.0
         self._build(True, num_chunks)  # so that what can't work is refused now
 
-    def train(self, batch: Any, window_size: int) -> Tensor:
-        """Add up the gradients of a batch's mean loss, divided by the size of its window. Collective.
+    def input_of(self, batch: Any) -> Tensor:
+        """What the first layer takes of a batch; dimension 0 counts samples. Local.
 
-        Returns:
-            The mean loss, not divided: a scalar, the same on all processes, without a gradient.
         Raises:
-            DataError: the batch can't be cut.
+            DataError: it is no tensor with samples.
         """
-        value = self._cut_batch(batch, self._num_chunks)
-        self._factor = 1 / (window_size * self._num_chunks)
-        return self._run(value, True)
-
-    def evaluate(self, batch: Any) -> Tensor:
-        """The mean loss of a batch, a scalar, the same on all processes. Collective.
-
-        It is cut into as many equal chunks as can be, up to those of training.
-        """
-        size = self._input(batch).shape[0]
-        most = min(self._num_chunks, size)
-        return self._run(self._cut_batch(batch, next(n for n in range(most, 0, -1) if size % n == 0)), False)
-
-    def _input(self, batch: Any) -> Tensor:
         model: Any = self.cut.model
         value = model.pipeline_input(batch)
         if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] == 0:
@@ -130,16 +151,67 @@ class Pipeline:
             )
         return value
 
-    def _cut_batch(self, batch: Any, num_chunks: int) -> Tensor:
-        """Cut a batch, and give what the first layer takes of the whole."""
-        value = self._input(batch)
+    def train(self, batch: Any, value: Tensor, factor: float) -> Loss:
+        """Add up the gradients of a batch's loss times a factor, scaled as the precision asks. Collective.
+
+        Args:
+            batch: the same on all processes of the pipeline.
+            value: its input, as `input_of` gives it.
+            factor: of the loss.
+        Returns:
+            The mean loss, or its sum and count, without the factor: scalars, the same on all processes of the pipeline,
+            without a gradient.
+        Raises:
+            DataError: the batch can't be cut.
+        """
         size = value.shape[0]
-        if size % num_chunks:
-            raise DataError(
-                f"a batch of {size} samples can't be cut into {num_chunks} equal microbatches. Use a batch size that "
-                f"is a multiple of {num_chunks} and drop_last=True in the DataLoader, or another number of microbatches"
-                " in strategy={'name': 'pipeline', 'microbatches': ...}."
+        self._cut_batch(batch, size, self._num_parts(size))
+        scales = self._precision.scales
+        self._factor = self._precision.scale(torch.tensor(factor, device=self._device)) if scales else factor
+        return self._run(value, True)
+
+    def evaluate(self, batch: Any, value: Tensor) -> Loss:
+        """The mean loss of a batch, or its sum and count: scalars, the same on all processes of the pipeline.
+        Collective.
+
+        It is cut into as many equal chunks as can be, up to those of training.
+        """
+        size = value.shape[0]
+        most = min(self._num_chunks, size)
+        self._cut_batch(batch, size, next(n for n in range(most, 0, -1) if size % n == 0))
+        return self._run(value, False)
+
+    def check_whole(self) -> None:
+        """Refuse to go on where something has ended a batch on its way, and was taken for no error. Local.
+
+        Raises:
+            TaskError: names it.
+        """
+        if self._broken is not None:
+            raise TaskError(
+                f"{type(self._broken).__name__} left a batch on its way through the stages of a pipeline, which other "
+                "processes go on with. Raise it in training_step, before self.run_pipeline or after it, and not in a "
+                "layer or in pipeline_loss."
+            ) from self._broken
+
+    def _num_parts(self, size: int) -> int:
+        """Into how many equal parts a batch of training is cut: none is larger for an odd size, as of the last batch.
+        Local, alike on all processes of the pipeline.
+        """
+        found = next((n for n in range(self._num_chunks, size) if size % n == 0), size)
+        if found != self._num_chunks and size >= self._largest and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"a batch of {size} samples can't be cut into {self._num_chunks} equal microbatches, and is cut into "
+                f"{found}, which is slower. Use a batch size that is a multiple of {self._num_chunks}, or other "
+                "microbatches: strategy={'name': 'pipeline', 'microbatches': ...}.",
+                stacklevel=2,
             )
+        self._largest = max(self._largest, size)
+        return found
+
+    def _cut_batch(self, batch: Any, size: int, num_chunks: int) -> None:
+        """Cut a batch of so many samples. Local."""
 
         def part_of(number: int) -> Any:
             def part(tensor: Tensor) -> Tensor:
@@ -155,9 +227,8 @@ class Pipeline:
             return tree_map_only(Tensor, part, batch)
 
         self._parts = [part_of(number) for number in range(num_chunks)]
-        return value
 
-    def _run(self, value: Tensor, trains: bool) -> Tensor:
+    def _run(self, value: Tensor, trains: bool) -> Loss:
         key = (trains, len(self._parts), value.shape, value.dtype, torch.is_inference_mode_enabled())
         if key not in self._schedules:
             if len(self._schedules) == _MOST_KEPT:
@@ -167,13 +238,21 @@ class Pipeline:
         arguments = (value,) if 0 in self._stages else ()
         numbers = torch.arange(len(self._parts))
         call = schedule.step if trains else schedule.eval
+        self._losses.clear()
+        self._raised = None
+        for stage in self._stages.values():
+            stage.__dict__["raised"] = None
         with watch.collective("pipeline"):
             try:
                 with torch.autocast(self._device.type, enabled=False):  # which stages enter by themselves
                     call(*arguments, target=numbers, return_outputs=False)
+                return self._whole_loss()
             except RuntimeError as error:
-                raise self._first_raised() or error from error
-            return self._mean_loss()
+                self._broken = self._origin_of(error)
+                raise self._broken  # noqa: B904  (its own cause stays)
+            except BaseException as error:
+                self._broken = error
+                raise
 
     def _build(self, trains: bool, num_chunks: int) -> Any:
         """The schedule of a number of chunks; it learns the shapes with its first batch. Local."""
@@ -182,49 +261,111 @@ class Pipeline:
         count = len(self.cut.stages)
         for stage in self._stages.values():
             stage.__dict__["is_tried"] = True
-        made = [pipelining.PipelineStage(each, index, count, self._device) for index, each in self._stages.items()]
-        # Of those that only go forward any number of chunks will do.
-        word = self._word if trains else "gpipe" if len(made) == 1 else "looped_bfs"
-        name, is_for_several = SCHEDULES[word]
-        kind: Any = getattr(pipelining, name)
+        made = [
+            pipelining.PipelineStage(each, index, count, self._device, group=self._groups.pipeline)
+            for index, each in self._stages.items()
+        ]
+        stages = made if SCHEDULES[self._word].has_several else made[0]
+
+        def schedule_of(word: str) -> Any:
+            kind = getattr(pipelining, SCHEDULES[word].name)
+            return kind(stages, num_chunks, loss_fn=self._loss_of, scale_grads=False)
+
+        if not trains:
+            schedule = schedule_of(self._patient_word)
+            if SCHEDULES[self._word].turns_back:
+                _leave_out_backward(schedule)
+            return schedule
         try:
-            return kind(made if is_for_several else made[0], num_chunks, loss_fn=self._loss_of, scale_grads=False)
+            return schedule_of(self._word)
         except ValueError as error:
+            if num_chunks != self._num_chunks:
+                return schedule_of(self._patient_word)  # a single batch, which need not be the fastest
             raise ConfigError(
                 f"strategy='pipeline' with schedule='{self._word}', {count} stages and microbatches={num_chunks}: "
                 f"{' '.join(str(error).split())} A multiple of the number of stages serves each schedule."
             ) from error
+
+    @property
+    def _patient_word(self) -> str:
+        """A schedule with the same places of stages, which takes any number of chunks."""
+        if SCHEDULES[self._word].turns_back:
+            return "zbv_zero_bubble"
+        return "looped_bfs" if SCHEDULES[self._word].has_several else "gpipe"
 
     def _loss_of(self, output: Tensor, number: Tensor) -> Tensor:
         """The loss of one chunk, as backward starts from it."""
         model: Any = self.cut.model
         try:
             with self._autocast():
-                loss = model.pipeline_loss(output, self._parts[int(number)])
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                shown = f"tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                raise TaskError(f"pipeline_loss gave a {shown}. Expected the mean loss of its batch, a scalar tensor.")
+                found = model.pipeline_loss(output, self._parts[int(number)])
+            loss, count = self._read_loss(found)
         except Exception as error:
+            error.add_note("raised in pipeline_loss, in the process with the last stage of the pipeline")
             self._raised = error
             raise
-        self._losses[int(number)] = loss.detach().reshape(())
-        weighted: Tensor = loss.reshape(()) * self._factor
+        self._losses[int(number)] = loss.detach(), count
+        weighted: Tensor = loss * (self._factor if self._gives_counts else self._factor / len(self._parts))
         return weighted
 
-    def _mean_loss(self) -> Tensor:
-        """The mean of the chunks' losses, from the process that has them. Collective."""
-        if dist.get_rank() == self._last:
-            mean = torch.stack([self._losses[number] for number in range(len(self._parts))]).float().mean()
-        else:
-            mean = torch.zeros((), device=self._device)
+    def _read_loss(self, found: Any) -> tuple[Tensor, Any]:
+        """A loss as a tensor without dimensions, and what it counts. Local.
+
+        Raises:
+            TaskError: it is neither a mean loss nor a pair, or another one than before.
+        """
+        is_pair = isinstance(found, tuple) and len(found) == 2
+        loss, count = found if is_pair else (found, 1)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shown = f"tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise TaskError(
+                f"pipeline_loss gave a {shown}. Expected the mean loss of its batch, a scalar tensor, or (loss_sum, "
+                "count)."
+            )
+        if self._gives_counts not in (None, is_pair):
+            raise TaskError(
+                "pipeline_loss gave a mean loss for one part of a batch and (loss_sum, count) for another. Return the "
+                "same kind for every batch."
+            )
+        self._gives_counts = is_pair
+        return loss.reshape(()), count
+
+    def _whole_loss(self) -> Loss:
+        """The loss of all chunks, from the process that has them. Collective."""
+        wide = wide_float(self._device)
+        told = torch.zeros(3, dtype=wide, device=self._device)  # the loss, its count, whether it has one
+        if self._groups.place == self._last:
+            losses, counts = zip(*(self._losses[number] for number in range(len(self._parts))), strict=True)
+            values = torch.stack(losses).to(wide)
+            told[0] = values.sum() if self._gives_counts else values.mean()
+            told[1] = sum(counts)
+            told[2] = bool(self._gives_counts)
         self._losses.clear()
         self._parts = []
-        dist.broadcast(mean, self._last)
-        return mean
+        dist.broadcast(told, group=self._groups.pipeline, group_src=self._last)
+        if self._gives_counts is None:
+            self._gives_counts = bool(told[2])
+        loss = told[0].float().clone()
+        return (loss, told[1].clone()) if self._gives_counts else loss
 
-    def _first_raised(self) -> Exception | None:
+    def _origin_of(self, error: RuntimeError) -> Exception:
+        """What was raised in a stage, which torch hides in an error of its own; else that error. Local."""
         found = [stage.raised for stage in self._stages.values()]
-        return next((error for error in [*found, self._raised] if error is not None), None)
+        first = next((each for each in [*found, self._raised] if each is not None), None)
+        if first is None and isinstance(error.__cause__, Exception):
+            first = error.__cause__
+            own = " or ".join(str(index) for index in self._stages)
+            first.add_note(f"raised in the backward pass of stage {own} of the {len(self.cut.stages)} of the pipeline")
+        return first or error
+
+
+def _leave_out_backward(schedule: Any) -> None:
+    """Let a schedule that goes back and forth between two stages of one process go forward alone. Local."""
+    from torch.distributed.pipelining import schedules
+
+    kept = (schedules.FORWARD, schedules.SEND_F, schedules.RECV_F)
+    order = schedule.pipeline_order_with_comms
+    order.update({place: [each for each in own if each.computation_type in kept] for place, own in order.items()})
 
 
 @contextmanager

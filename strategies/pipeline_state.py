@@ -22,7 +22,7 @@ from .pipeline_layers import Cut, free
 def whole_model_state(cut: Cut) -> dict[str, Any]:
     """A model's state dict with the values of all stages, on the main process alone. Collective.
 
-    One tensor at a time is sent there. Tied parameters stay one.
+    One tensor at a time is sent there, by the pipeline that it is in. Tied parameters stay one.
     """
     state: dict[str, Any] = {}
     known: dict[int, Tensor] = {}
@@ -35,21 +35,28 @@ def whole_model_state(cut: Cut) -> dict[str, Any]:
     return state if dist.get_rank() == 0 else {}
 
 
-def load_model_state(cut: Cut, state: Mapping[str, Any], strict: bool) -> None:
-    """Put the parts of a whole state, which every process has, into the layers of this one. Local."""
-    own, rank = cut.model.state_dict(keep_vars=True), dist.get_rank()
+def load_model_state(cut: Cut, place: int, state: Mapping[str, Any], strict: bool) -> None:
+    """Put the parts of a whole state, which every process has, into the layers of this one. Local.
+
+    Args:
+        cut: of the model.
+        place: of this process in its pipeline.
+        state: of all stages.
+        strict: as torch takes it.
+    """
+    own = cut.model.state_dict(keep_vars=True)
 
     def wanted(name: str, value: Any) -> Any:
-        is_here = name not in own or cut.owner_of(name) in (None, rank) or not isinstance(value, Tensor)
+        is_here = name not in own or cut.owner_of(name) in (None, place) or not isinstance(value, Tensor)
         return value if is_here or value.shape != own[name].shape else own[name]  # which torch copies onto itself
 
     cut.model.load_state_dict({name: wanted(name, value) for name, value in state.items()}, strict=strict)
 
 
 @contextmanager
-def writing_weights(cut: Cut, device: torch.device) -> Iterator[None]:
-    """A context in which all parameters can be written into; those of other processes are forgotten after it. Local."""
-    others = cut.elsewhere(dist.get_rank())
+def writing_weights(cut: Cut, place: int, device: torch.device) -> Iterator[None]:
+    """A context in which all parameters can be written into; those of other places are forgotten after it. Local."""
+    others = cut.elsewhere(place)
     for parameter in others:
         parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
     try:
@@ -90,11 +97,10 @@ def whole_optimizer_state(cut: Cut, optimizer: Optimizer, device: torch.device) 
     return {**state, "state": entries if rank == 0 else {}}
 
 
-def load_optimizer_state(cut: Cut, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_optimizer_state(cut: Cut, place: int, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Put the parts of a whole state, which every process has or can read, into the optimizer of this one. Local."""
-    rank = dist.get_rank()
-    owners = dict(enumerate(cut.parameters.get(id(parameter), rank) for parameter in parameters_of(optimizer)))
-    own = {number: values for number, values in state["state"].items() if owners.get(number, rank) == rank}
+    owners = dict(enumerate(cut.parameters.get(id(parameter), place) for parameter in parameters_of(optimizer)))
+    own = {number: values for number, values in state["state"].items() if owners.get(number, place) == place}
     optimizer.load_state_dict(read_all({**state, "state": own}))
 
 

@@ -67,6 +67,8 @@ SCHEDULES = {
     "interleaved_1f1b": {"schedule": "interleaved_1f1b"},
     "looped_bfs": {"schedule": "looped_bfs", "microbatches": 2},
     "interleaved_zero_bubble": {"schedule": "interleaved_zero_bubble", "stages_per_process": 3, "microbatches": 4},
+    "zbv_zero_bubble": {"schedule": "zbv_zero_bubble"},
+    "dual_pipe_v": {"schedule": "dual_pipe_v"},
 }
 
 
@@ -96,15 +98,6 @@ def test_three_processes(three_processes: Run) -> None:
             assert losses == pytest.approx(wanted.losses, abs=1e-5)
             if state:
                 close(state, weights)
-
-
-def test_bf16(two_processes: Run) -> None:
-    wanted, _ = _train(10, {"precision": "bf16"})
-    (found, _), _ = two_processes(_train, 10, {"precision": "bf16", "strategy": "pipeline"})
-    exact, _ = _train(10, {})
-    assert found.losses != pytest.approx(exact.losses, abs=1e-5)
-    assert found.losses == pytest.approx(wanted.losses, abs=2e-2)
-    assert found.validated == pytest.approx(wanted.validated, abs=2e-2)
 
 
 def _leg(last: int, options: dict[str, Any], batch_size: int, resume_from: Any = None, save: Any = None) -> Any:
@@ -187,9 +180,14 @@ class Manual(GPT):
     automatic_optimization = False
 
 
-class Weighted(GPT):
+class Added(GPT):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.run_pipeline(batch) * 40, 40
+        return self.run_pipeline(batch) + self.head.weight.square().sum()
+
+
+class Decayed(GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.run_pipeline(batch) * 0.5**batch_idx
 
 
 class Whole(GPT):
@@ -200,6 +198,11 @@ class Whole(GPT):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val/loss", self.pipeline_loss(self(self.pipeline_input(batch)), batch))
+
+
+class Beside(GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step([*batch, torch.ones(3)], batch_idx)
 
 
 class LeftOut(GPT):
@@ -241,10 +244,11 @@ def test_what_cannot_be_cut_is_refused(kind: Any, num_stages: int, split: list[s
 
 REFUSED: dict[str, tuple[type[GPT], dict[str, Any], dict[str, Any], type[Exception], str]] = {
     "manual": (Manual, {}, {"accumulate": 1}, ConfigError, "Manual is trained by manual optimization"),
-    "fp16": (GPT, {}, {"precision": "fp16"}, ConfigError, "precision='fp16' with strategy='pipeline'"),
     "chunks": (GPT, {"microbatches": 1}, {}, ConfigError, ".*schedule='1f1b', 2 stages and microbatches=1"),
-    "uneven": (GPT, {"microbatches": 3}, {}, DataError, "a batch of 8 samples can't be cut into 3 equal microbatches"),
-    "weighted": (Weighted, {}, {}, TaskError, "training_step returned another loss than self.run_pipeline"),
+    "uneven": (GPT, {"microbatches": 3}, {}, UserWarning, "a batch of 8 samples can't be cut into 3 equal"),
+    "beside": (Beside, {}, {}, DataError, r"a batch has a tensor of shape \[3\] beside 8 samples"),
+    "added": (Added, {}, {}, TaskError, "training_step returned another loss than self.run_pipeline"),
+    "decayed": (Decayed, {}, {}, TaskError, r"multiplied the loss of self.run_pipeline\(batch\) with 0.5, and with 1 "),
     "whole": (Whole, {}, {}, ConfigError, "(Input|Block) was called in a process that has no weights of it"),
     "left out": (LeftOut, {}, {}, DistributedError, "a batch was left out on process 1 alone"),
     "dropped": (Dropped, {}, {}, ConfigError, r"a batch was left out after self.run_pipeline\(batch\)"),
@@ -295,7 +299,7 @@ def test_an_error_in_one_stage_keeps_its_kind_and_ends_all(two_processes: Run) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "1F1B"}, r"schedule='1F1B'\) is unknown\. .*1f1b, gpipe"),
+        ({"schedule": "1F1B"}, r"schedule='1F1B'\) is unknown\. .*1f1b, dual_pipe_v, gpipe"),
         ({"microbatches": 0}, r"PipelineStrategy\(microbatches=0\)\. Expected an integer"),
         ({"stages_per_process": 2}, r"does not fit schedule='1f1b', which is for one\. Choose one of \['interleaved"),
         (
@@ -303,6 +307,11 @@ def test_an_error_in_one_stage_keeps_its_kind_and_ends_all(two_processes: Run) -
             r"which is for several\. Choose one of \['1f1b', 'gpipe'",
         ),
         ({"split": "head"}, r"split='head'\)\. Expected a list"),
+        ({"copies": 0}, r"PipelineStrategy\(copies=0\)\. Expected an integer >= 1"),
+        (
+            {"schedule": "zbv_zero_bubble", "stages_per_process": 3},
+            r"schedule='zbv_zero_bubble', which is for two\. Lea",
+        ),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
