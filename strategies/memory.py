@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..distributed.units import size_bytes
+from .suitability import check_replicable
 from .wrapping import NONE, WrapPolicy, find_units
 
 BYTES, ENTER, LEAVE, BACKWARD, GRADIENT = "bytes", "enter", "leave", "backward", "gradient"
@@ -108,6 +110,10 @@ class Subject:
     """The step so computed; None where it can't be traced."""
     step: Callable[[Callable[[Tensor], tuple[int, ...]]], OptimizerMemory | None]
     """What the optimizer holds, if each parameter has that shape; None where it can't be stepped."""
+    optimizers: Sequence[Optimizer] = ()
+    """Of the run."""
+    is_automatic: bool = True
+    """Whether the loop steps them, and not the task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +147,13 @@ class StrategyMemory(ABC):
     def spec(self) -> Mapping[str, Any]:
         """The strategy as `Trainer(strategy=...)` takes it, with those options that are not the default."""
 
+    def check(self, subject: Subject) -> None:
+        """Refuse what the strategy is known not to serve. Local.
+
+        Raises:
+            ConfigError: says why.
+        """
+
     @abstractmethod
     def footprint(self, subject: Subject) -> Footprint:
         """Work out what a process holds. Local.
@@ -171,6 +184,10 @@ class WholeMemory(StrategyMemory):
     @property
     def spec(self) -> Mapping[str, Any]:
         return {"name": self.name, **self.options}
+
+    def check(self, subject: Subject) -> None:
+        if self.name != "single":
+            check_replicable(subject.model)
 
     def footprint(self, subject: Subject) -> Footprint:
         units = tuple(find_units(subject.model, self.recomputes))

@@ -40,5 +40,6 @@ def candidates(own: Strategy, surroundings: Surroundings) -> list[StrategyMemory
         found.append(replace(plain, mesh=MeshSizes(replicate=num_machines, shard=PROCESSES_PER_MACHINE)))
     recomputing = replace(plain, activation_checkpointing=True)
     found += [plain, recomputing, replace(recomputing, cpu_offload=True)]
-    found += [ZeroMemory(surroundings, stage) for stage in (1, 2, 3)]
+    zero = chosen if isinstance(chosen, ZeroMemory) else ZeroMemory(surroundings, 1)
+    found += [replace(zero, stage=stage) for stage in (1, 2, 3)]
     return found if chosen is None or chosen in found else [*found, chosen]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..distributed.errors import ConfigError
 from ..distributed.meshes import MeshSizes
 from ..distributed.units import size_bytes
 from .memory import (
@@ -24,17 +25,23 @@ from .memory import (
     part_of,
 )
 from .memory_replay import Replay, UnitSizes
+from .optimizer_limits import check_steps_parts
+from .registry import FSDP, create_strategy
 from .sharded_options import ShardedOptions
-from .sharding import find_ignored, owned_parameters
+from .sharding import find_ignored, owned_parameters, whole_parameters
+from .suitability import check_replicable
 from .wrapping import AUTO, NONE, WrapPolicy, find_units
 
 _FULL = torch.float32
+_PLANNED = ("reshard_after_forward", "cpu_offload", "activation_checkpointing", "activation_offload")
+"""Options that a plan chooses."""
 
 
 def memory_of(options: ShardedOptions, mesh: MeshSizes | None, surroundings: Surroundings) -> StrategyMemory | None:
     """What `FSDPStrategy` would hold; None where layers or sequences are cut as well. Local."""
+    given = _given(options)
     if surroundings.num_processes == 1:
-        return WholeMemory("fsdp", recomputes=options.wrap if options.activation_checkpointing else NONE)
+        return WholeMemory("fsdp", given, recomputes=options.wrap if options.activation_checkpointing else NONE)
     if mesh is not None and mesh.tensor * mesh.context > 1:
         return None
     return ShardedMemory(
@@ -48,7 +55,15 @@ def memory_of(options: ShardedOptions, mesh: MeshSizes | None, surroundings: Sur
         ignored_modules=options.ignored_modules,
         compute_format=options.compute_format(surroundings.compute_format),
         reduce_format=options.reduce_format(surroundings.compute_format),
+        given=given,
     )
+
+
+def _given(options: ShardedOptions) -> dict[str, Any]:
+    """The options that are not the default, by name."""
+    usual = create_strategy(FSDP).options  # type: ignore[attr-defined]
+    values = {each.name: getattr(options, each.name) for each in fields(options)}
+    return {name: value for name, value in values.items() if value != getattr(usual, name)}
 
 
 @dataclass(frozen=True)
@@ -62,6 +77,7 @@ class ShardedMemory(StrategyMemory):
             takes them.
         compute_format: in which units compute; None: as the weights are.
         reduce_format: in which gradients are reduced; None: as they come.
+        given: the user's options that are not the default.
     """
 
     surroundings: Surroundings
@@ -74,11 +90,12 @@ class ShardedMemory(StrategyMemory):
     ignored_modules: Sequence[str | nn.Module] = ()
     compute_format: torch.dtype | None = None
     reduce_format: torch.dtype | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def spec(self) -> Mapping[str, Any]:
-        """As `StrategyMemory.spec`, without `wrap`, `prefetch`, `ignored_modules` and the formats."""
-        found: dict[str, Any] = {"name": "fsdp"}
+        kept = {name: value for name, value in self.given.items() if name not in _PLANNED}
+        found: dict[str, Any] = {"name": FSDP, **kept}
         if self.mesh is not None:
             sizes = self.mesh.filled(self.surroundings.num_processes)
             found["mesh"] = {"replicate": sizes.replicate, "shard": sizes.shard}
@@ -87,7 +104,15 @@ class ShardedMemory(StrategyMemory):
         for option in ("activation_checkpointing", "cpu_offload"):
             if getattr(self, option):
                 found[option] = True
+        if self.activation_checkpointing and "activation_offload" in self.given:
+            found["activation_offload"] = True
         return found
+
+    def check(self, subject: Subject) -> None:
+        if not subject.is_automatic:
+            raise ConfigError("strategy='fsdp' can't serve manual optimization. Use automatic optimization, or 'ddp'.")
+        check_replicable(subject.model)
+        check_steps_parts(subject.optimizers, FSDP)
 
     def footprint(self, subject: Subject) -> Footprint:
         mesh = (self.mesh or MeshSizes()).filled(self.surroundings.num_processes)
@@ -95,7 +120,7 @@ class ShardedMemory(StrategyMemory):
         model = subject.model
         ignored = find_ignored(model, self.ignored_modules)
         units = find_units(model, self.wrap, ignored)
-        left = {id(parameter): parameter for module in ignored for parameter in module.parameters()}
+        left = {id(p): p for p in (getattr(module, name) for module, name in whole_parameters(model, ignored))}
         whole = size_bytes(left.values()) + size_bytes(model.buffers())
         replay = Replay(
             self._unit_sizes(model, units, ignored, parts),

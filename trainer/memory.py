@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..data.sizes import find_batch_size
+from ..data.sizes import AmbiguousBatchSizeError, find_batch_size
 from ..distributed.errors import ConfigError, check_integer
 from ..distributed.nested import slice_tensors
 from ..distributed.random import preserved_random_state
 from ..distributed.units import convert_file_size_to_int, size_bytes
-from ..strategies.memory import OptimizerMemory, Subject, Surroundings, TracedStep, TraceOptions
+from ..strategies.memory import OptimizerMemory, StrategyMemory, Subject, Surroundings, TracedStep, TraceOptions
 from ..strategies.memory_candidates import candidates
 from ..strategies.memory_log import tensors_of
 from ..strategies.memory_optimizer import optimizer_memory
@@ -62,9 +62,10 @@ def plan_memory(
         device_memory: bytes of a device; None: unknown.
         takes_batch: whether the training data is as before when a batch was taken.
     Raises:
-        ConfigError: the run's strategy can't serve so many processes.
+        ConfigError: the run's strategy can't serve so many processes, or a parameter has no shape yet.
     """
     process = run.trainer.process
+    _check_shapes(run.task)
     count = world_size or process.num_processes
     surroundings = Surroundings(count, run.precision.compute_format)
     tracing = _Tracing(run, training, count, takes_batch)
@@ -73,9 +74,27 @@ def plan_memory(
     if own is None and count == process.num_processes:
         plan.notes.append(f"what {type(run.strategy).__name__} holds can't be told, and is not among these.")
     for candidate in candidates(run.strategy, surroundings):
-        plan.rows.append(MemoryRow(candidate.spec, candidate.footprint(tracing.subject), is_own=candidate == own))
+        plan.rows.append(_row(candidate, tracing.subject, is_own=candidate == own))
     plan.recommend()
     return plan
+
+
+def _check_shapes(model: nn.Module) -> None:
+    for path, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigError(
+                f"parameter {path} of {type(model).__name__} has no shape yet, as its layer is lazy, so that nothing "
+                "can be said of its memory. Give the layer its sizes, or call the model once in configure_model."
+            )
+
+
+def _row(memory: StrategyMemory, subject: Subject, *, is_own: bool) -> MemoryRow:
+    """What a strategy holds, or why it can't be used."""
+    try:
+        memory.check(subject)
+    except ConfigError as error:
+        return MemoryRow(memory.spec, None, is_own, str(error))
+    return MemoryRow(memory.spec, memory.footprint(subject), is_own)
 
 
 def built_on_meta(build: Callable[[], T], what: str) -> tuple[T | None, str]:
@@ -120,6 +139,8 @@ class _Tracing:
             device=device,
             trace=self._trace,
             step=self._step,
+            optimizers=training.optimizers,
+            is_automatic=training.is_automatic,
         )
 
     def _first_batch(self, num_processes: int) -> Any:
@@ -203,7 +224,10 @@ def _preserved_generators(loader: Any) -> Iterator[None]:
 
 
 def _num_samples(batch: Any) -> int | None:
-    return None if batch is None else find_batch_size(batch)
+    try:
+        return find_batch_size(batch)
+    except AmbiguousBatchSizeError:
+        return None  # a run goes on as well, and only asks where a mean is logged
 
 
 def _shown(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from ..strategies.memory import Footprint
@@ -18,9 +19,12 @@ class MemoryRow:
 
     spec: Mapping[str, Any]
     """As `Trainer(strategy=...)` takes it."""
-    footprint: Footprint
+    footprint: Footprint | None
+    """What a process holds; None: the strategy can't be used."""
     is_own: bool
     """Whether it is the run's own."""
+    refusal: str = ""
+    """Why it can't be used."""
 
 
 @dataclass(slots=True)
@@ -40,7 +44,9 @@ class MemoryPlan:
     """What could not be told."""
 
     def fits(self, row: MemoryRow) -> bool | None:
-        """Whether a strategy leaves `RESERVE` of the device free; None: unknown."""
+        """Whether a strategy can be used and leaves `RESERVE` of the device free; None: unknown."""
+        if row.footprint is None:
+            return False
         if self.device_memory is None:
             return None
         if row.footprint.known > self.device_memory * (1 - RESERVE):
@@ -52,7 +58,8 @@ class MemoryPlan:
         self.recommended = next((row.spec for row in self.rows if self.fits(row)), None)
 
     def __str__(self) -> str:
-        return "\n".join([_head(self), *_table(self), *_advice(self), *(f"Look at     {note}" for note in self.notes)])
+        notes = [*_refusals(self), *self.notes]
+        return "\n".join([_head(self), *_table(self), *_advice(self), *(f"Look at     {note}" for note in notes)])
 
 
 def _head(plan: MemoryPlan) -> str:
@@ -77,28 +84,36 @@ def _table(plan: MemoryPlan) -> list[str]:
 
 
 def _cells(plan: MemoryPlan, row: MemoryRow) -> list[str]:
-    found = row.footprint
+    found, name = row.footprint, shown_strategy(_brief(row.spec))
+    own = ["as configured"] if row.is_own else []
+    if found is None:
+        return [" ", name, *[""] * 5, ", ".join(["can't be used", *own])]
     sizes = [found.weights, found.gradients, found.optimizer, found.activations]
     peak = in_words(found.peak) if found.peak is not None else f"> {in_words(found.known)}"
     remarks = [{True: "fits", False: "too large", None: ""}[plan.fits(row)]]
     if found.host:
         remarks.append(f"{in_words(found.host)} on the host")
-    if row.is_own:
-        remarks.append("as configured")
     mark = "*" if row.spec == plan.recommended else " "
     shown = [in_words(size) if size is not None else "?" for size in sizes]
-    return [mark, shown_strategy(row.spec), *shown, peak, ", ".join(filter(None, remarks))]
+    return [mark, name, *shown, peak, ", ".join(filter(None, remarks + own))]
+
+
+def _refusals(plan: MemoryPlan) -> list[str]:
+    """Why strategies can't be used, each reason once."""
+    found = {(str(row.spec["name"]), row.refusal): None for row in plan.rows if row.footprint is None}
+    return [f"{name} can't be used: {reason}" for name, reason in found]
 
 
 def _advice(plan: MemoryPlan) -> list[str]:
     if plan.recommended is not None:
         return [f"Strategy    {shown_strategy(plan.recommended)} is the simplest that fits"]
-    if plan.device_memory is None or not plan.rows:
+    known = [(row.footprint.known, row) for row in plan.rows if row.footprint is not None]
+    if plan.device_memory is None or not known:
         return []
-    smallest = min(plan.rows, key=lambda row: row.footprint.known)
+    size, smallest = min(known, key=lambda each: each[0])
     if plan.fits(smallest) is None:
         return ["Strategy    none can be recommended while peaks are not known"]
-    lacking = smallest.footprint.known - plan.device_memory * (1 - RESERVE)
+    lacking = size - plan.device_memory * (1 - RESERVE)
     return [
         f"Strategy    none fits: the smallest, {shown_strategy(smallest.spec)}, lacks {in_words(lacking)}. Use more "
         "processes, smaller batches with more accumulation, or precision='bf16'"
@@ -106,9 +121,30 @@ def _advice(plan: MemoryPlan) -> list[str]:
 
 
 def shown_strategy(spec: Mapping[str, Any]) -> str:
-    """A strategy in one line: its name, and its options as a YAML file has them."""
-    options = [f"{key}: {str(value).lower() if isinstance(value, bool) else value}" for key, value in spec.items()]
-    return str(spec["name"]) if len(spec) == 1 else "{" + ", ".join(options).replace("'", "") + "}"
+    """A strategy in one line: its name, or what a YAML file has with its options."""
+    if len(spec) == 1:
+        return str(spec["name"])
+    import yaml  # who makes no plan needs none
+
+    return yaml.safe_dump(_plain(spec), default_flow_style=True, sort_keys=False, width=float("inf")).rstrip("\n")
+
+
+def _brief(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A strategy as a row of the table has it: without DeepSpeed's whole configuration."""
+    return {**spec, "config": "..."} if isinstance(spec.get("config"), Mapping) else spec
+
+
+def _plain(value: Any) -> Any:
+    """The same of what YAML knows; functions, classes and modules are shown by their names."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    return getattr(value, "__qualname__", type(value).__name__)
 
 
 def in_words(size: float) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.parameter import is_lazy
+
 from ..callbacks.bus import overridden
 from ..callbacks.intervals import Schedule
 from ..callbacks.state import RunState
@@ -17,7 +19,7 @@ from ..data.window import Window
 from ..distributed.units import size_bytes
 from ..strategies.scheduler import planned_length
 from .advice import is_too_short, likely_mistakes
-from .loop import refuse_empty_pass
+from .data_checks import refuse_empty_pass
 from .memory import built_on_meta, plan_memory, read_memory_options
 from .modes import attribute_set
 from .optimization import SchedulerConfig
@@ -210,7 +212,9 @@ def _round_sizes(training: Training) -> list[int] | None:
 
 
 def _count_weights(task: Task) -> dict[str, int]:
-    unique = {tensor.data_ptr() or id(tensor): tensor for tensor in task.state_dict(keep_vars=True).values()}.values()
+    held = task.state_dict(keep_vars=True).values()
+    shaped = [tensor for tensor in held if not is_lazy(tensor)]  # others are lazy layers'
+    unique = {tensor.data_ptr() or id(tensor): tensor for tensor in shaped}.values()
     return {
         "tensors": len(unique),
         "elements": sum(t.numel() for t in unique),

@@ -14,7 +14,7 @@ from ..checkpoint.weights import load_weights
 from ..distributed.atomic import whole_file
 from ..distributed.errors import CheckpointError, ConfigError
 from ..distributed.paths import free_path
-from ..trainer.memory import built_on_meta
+from ..trainer.memory import built_on_meta, read_memory_options
 from ..trainer.setup import build_model
 from ..trainer.task import Task
 from ..trainer.trainer import Trainer
@@ -166,6 +166,7 @@ def save_config(text: str, directory: Path) -> Path:
 
 def _plan(config: ParsedConfig, options: Options) -> None:
     world_size, notes = _world_size(options), []
+    read_memory_options(world_size, options.get("device_memory"))  # before anything is built
 
     def without_memory(make: Callable[[], Any]) -> Any:
         task, note = built_on_meta(make, "the task")

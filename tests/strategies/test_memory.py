@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 from loopwright.distributed.errors import ConfigError
 from loopwright.distributed.meshes import MeshSizes
 from loopwright.strategies.ddp import DDPStrategy
+from loopwright.strategies.deepspeed import DeepSpeedStrategy
 from loopwright.strategies.fsdp import FSDPStrategy
 from loopwright.strategies.memory import (
     BACKWARD,
@@ -28,9 +29,11 @@ from loopwright.strategies.memory import (
     most_held,
     part_of,
 )
+from loopwright.strategies.memory_buckets import BucketReplay, Rows, part_reduction
 from loopwright.strategies.memory_candidates import candidates
 from loopwright.strategies.memory_optimizer import optimizer_memory
 from loopwright.strategies.memory_replay import Replay, UnitSizes
+from loopwright.strategies.registry import create_strategy
 from loopwright.strategies.single import SingleDeviceStrategy
 
 CPU = torch.device("cpu")
@@ -184,6 +187,85 @@ class TestSharded:
 
     def test_shapes(self) -> None:
         assert [part_of(shape, 3) for shape in ((7, 2), (2, 5), (1,), ())] == [(3, 2), (1, 5), (1,), (1,)]
+
+
+# Parameters of 4, 8 and 4 elements of 1 byte in two parts of 8: the second lies in both.
+ROWS = Rows([[(0, 4), (1, 8), (2, 4)]], 2)
+GRADIENTS = traced((BYTES, 10), (GRADIENT, 2), (GRADIENT, 1), (BYTES, -10), (GRADIENT, 0))
+
+
+def bucket(capacity: int, spreads: bool, part: int = 0, window_size: int = 1) -> int:
+    return BucketReplay(ROWS, part, 1, capacity, spreads=spreads).highest(GRADIENTS, window_size)
+
+
+class TestBuckets:
+    def test_rows(self) -> None:
+        assert (ROWS.parts, [ROWS.touched(part) for part in (0, 1)]) == ([8], [12, 12])
+        assert ROWS.owners == {0: range(1), 1: range(2), 2: range(1, 2)}
+        # Parts are even: 3 and 5 elements in 2 parts are 4 and 6, and in 3 parts 2 and 2.
+        assert Rows([[(0, 3)], [(1, 10)]], 2).parts == [2, 6]
+
+    def test_gradients_go_into_the_buffer_as_they_come(self) -> None:
+        # The buffer 16 beside activations 10 and the gradient of 8, or at the end beside its copy 16.
+        assert bucket(16, spreads=True) == 16 + 10 + 8
+
+    def test_a_small_buffer_is_reduced_in_between(self) -> None:
+        # The buffer 8, activations 10, and of the second gradient 8; the first of 4 lies in one part and needs no copy,
+        # what part 1 has of it is put aside: 12.
+        assert bucket(8, spreads=True, part=1) == 8 + 10 + 8 + 12
+        assert bucket(8, spreads=True, part=0) == 8 + 10 + 8
+
+    def test_a_gradient_that_is_larger_than_the_buffer_stays(self) -> None:
+        # The second, of 8, is reduced where it lies, in a copy for two parts, when the third comes: 4 + 8 + 4 + 8.
+        assert bucket(4, spreads=True, part=0) == 4 + 8 + 4 + 12
+
+    def test_gradients_wait_for_the_last_micro_batch(self) -> None:
+        # Stage 1: the buffer 16, activations 10, two gradients 12; all three without activations are less.
+        assert bucket(16, spreads=False) == 16 + 16 + 12 - 6
+        # With those of earlier ones: 16 + 16 + 10.
+        assert bucket(16, spreads=False, window_size=2) == 16 + 16 + 10
+
+    def test_parts_are_reduced_in_copies(self) -> None:
+        sizes = {0: 4, 1: 8, 2: 4}
+        assert part_reduction(GRADIENTS, sizes, 16) == 10 + 8
+        # The first of 4 is reduced while that of 8 lies there with the activations.
+        assert part_reduction(GRADIENTS, sizes, 8) == 10 + 8 + 4
+
+
+class TestGivenOptions:
+    """What is recommended has the user's other options."""
+
+    def test_of_fsdp(self) -> None:
+        given = {"wrap": ["Linear"], "param_dtype": "bf16", "prefetch": 2, "ignored_modules": ["first"]}
+        own = FSDPStrategy(**given, mesh=(2, 2), activation_checkpointing=True, activation_offload=True)
+        found = [spec for spec in specs(own, 4) if spec["name"] == "fsdp"]
+        kept = {**given, "ignored_modules": ("first",)}
+        for spec in found:
+            assert {name: spec[name] for name in given} == kept
+            assert ("activation_offload" in spec) == ("activation_checkpointing" in spec)
+            again = create_strategy(spec).memory(Surroundings(4))
+            assert again is not None
+            assert again.spec == spec
+        assert found[-1]["mesh"] == {"replicate": 2, "shard": 2}
+
+    def test_of_ddp(self) -> None:
+        given = {"bucket_cap_mb": 1, "comm_hook": "bf16", "sync_batchnorm": True}
+        assert specs(DDPStrategy(**given), 4)[0] == {"name": "ddp", **given}
+        averaging = {"post_local_sgd": 5, "post_local_sgd_period": 2}
+        assert specs(DDPStrategy(**averaging), 4)[0] == {"name": "ddp", **averaging}
+
+    def test_of_deepspeed(self) -> None:
+        own = DeepSpeedStrategy(zero_stage=3, overlap_comm=True, zero_hpz_partition_size=2, clip_norm=1.0)
+        first, _, third = [spec for spec in specs(own, 4) if spec["name"] == "deepspeed"]
+        assert first == {"name": "deepspeed", "zero_stage": 1, "overlap_comm": True, "clip_norm": 1.0}
+        assert third == {**first, "zero_stage": 3, "zero_hpz_partition_size": 2}
+
+    def test_of_deepspeeds_configuration(self) -> None:
+        own = DeepSpeedStrategy(config={"zero_optimization": {"stage": 2, "overlap_comm": True}, "wall_clock": True})
+        third = specs(own, 4)[-1]
+        assert third["zero_stage"] == 3
+        assert third["config"] == {"zero_optimization": {"overlap_comm": True}, "wall_clock": True}
+        assert create_strategy(third).zero_stage == 3  # type: ignore[attr-defined]
 
 
 def specs(own: Any, num_processes: int) -> list[dict[str, Any]]:

@@ -188,6 +188,36 @@ class TestMeasured:
         check(cases, two_processes(compare_all, cases)[0])
 
 
+def zero(stage: int, **options: Any) -> dict[str, Any]:
+    return {"name": "deepspeed", "zero_stage": stage, **options}
+
+
+class TestMeasuredDeepSpeed:
+    """As above, for the larger of two processes: they have different parameters in their parts."""
+
+    def check(self, two_processes: Run, cases: list[Case]) -> None:
+        found = two_processes(compare_all, cases, timeout=300)
+        check(cases, [(planned, max(real, other)) for (planned, real), (_, other) in zip(*found, strict=True)])
+
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_stages(self, two_processes: Run, stage: int) -> None:
+        self.check(two_processes, [("mlp", zero(stage), "sgd", 1, {})])
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_models_optimizers_and_options(self, two_processes: Run, stage: int) -> None:
+        cases: list[Case] = [
+            ("mlp", zero(stage), "adamw", 2, {}), ("gpt", zero(stage), "sgd", 2, {}),
+            ("gpt", zero(stage), "adamw", 1, {}), ("mlp", zero(stage), "sgd", 3, {}),
+            ("gpt", zero(stage), "adamw", 1, {"precision": "bf16"}),
+            ("mlp", zero(stage), "adamw", 2, {"precision": "bf16"}),
+            ("mlp", zero(stage, reduce_bucket_size=200_000), "adamw", 2, {}),
+            ("mlp", zero(stage, reduce_bucket_size=400_000), "sgd", 1, {}),
+            ("gpt", zero(stage, reduce_bucket_size=50_000), "sgd", 1, {}),
+        ]  # fmt: skip
+        self.check(two_processes, cases)
+
+
 class Late(Task):
     """Builds its layers when it is asked to: 10^10 weights, 40 GB."""
 
@@ -309,6 +339,33 @@ class TestPlan:
         memory = memory_of(Manual("sgd"), world_size=2)
         assert memory.notes == ["activations are not known: a task in manual mode can't be traced."]
 
+    def test_strategies_that_cant_be_used(self) -> None:
+        memory = memory_of(Perceptron("adafactor"), world_size=2, device_memory="1GB")
+        refused = {row.spec["name"]: row for row in memory.rows if row.footprint is None}
+        assert refused.keys() == {"fsdp", "deepspeed"}
+        assert memory.recommended == {"name": "ddp"}
+        assert "can't be used: Adafactor computes with whole weights, and torch can't step it on parts" in str(memory)
+        assert memory_of(Manual("sgd"), world_size=2).rows[1].refusal.startswith("strategy='fsdp' can't serve manual")
+
+    def test_a_refused_strategy_of_ones_own(self) -> None:
+        trainer = new_trainer(strategy={"name": "fsdp", "wrap": "Linear"})
+        memory = trainer.plan(Perceptron("adafactor"), loader("mlp"), world_size=2, device_memory="1MB").memory
+        assert memory is not None
+        (row,) = (row for row in memory.rows if row.is_own)
+        assert row.footprint is None
+        assert "Strategy    none fits: the smallest, ddp, lacks " in str(memory)
+
+    def test_a_recommendation_has_ones_own_options(self) -> None:
+        def is_wide(module: nn.Module) -> bool:
+            return isinstance(module, nn.Sequential)
+
+        trainer = new_trainer(strategy={"name": "fsdp", "wrap": is_wide, "ignored_modules": ["net.2"]})
+        memory = trainer.plan(Perceptron("sgd"), loader("mlp"), world_size=64, device_memory="1TB").memory
+        assert memory is not None
+        row = memory.rows[1]
+        assert row.spec["wrap"] is is_wide
+        assert "is_wide, ignored_modules: [net.2], reshard_after_forward: false}" in str(memory)
+
     def test_a_model_that_needs_its_memory(self) -> None:
         memory = memory_of(Stubborn(8), [torch.ones(2, 8)], world_size=2)
         (note,) = memory.notes
@@ -364,6 +421,15 @@ class TestPlan:
     def test_bad_options(self, options: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             memory_of(Perceptron("sgd"), **options)
+
+    def test_lazy_layers(self) -> None:
+        class Lazy(Late):
+            def configure_model(self) -> None:
+                self.net = nn.LazyLinear(3)
+
+        message = r"parameter net\.weight of Lazy has no shape yet, as its layer is lazy"
+        with pytest.raises(ConfigError, match=message):
+            memory_of(Lazy(), [torch.ones(2, 8)], world_size=2)
 
     def test_a_task_without_optimizers(self) -> None:
         class Bare(Task):
