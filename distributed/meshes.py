@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
 
 from .errors import ConfigError, check_integer
 from .shares import DataShare
@@ -104,10 +107,20 @@ def build_mesh(
     if not axes:
         return None
     mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    _wait_as_all(mesh)
     for name, joined in JOINTS.items() if joins else ():
         if own := tuple(axis for axis in joined if axis in axes):
-            mesh[own]._flatten(name)  # torch has no public way to them
+            _wait_as_all(mesh[own]._flatten(name))  # torch has no public way to them
     return mesh
+
+
+def _wait_as_all(mesh: DeviceMesh) -> None:
+    """Give the groups of a mesh the time-out of the group of all processes; torch has a default for them. Local."""
+    device = torch.device(mesh.device_type)
+    options: Any = getattr(dist.distributed_c10d._get_default_group()._get_backend(device), "options", None)
+    for group in mesh.get_all_groups() if options is not None else ():
+        backend: Any = group._get_backend(device)
+        backend._set_default_timeout(options._timeout)
 
 
 def spreading_axes(mesh: DeviceMesh) -> DeviceMesh:

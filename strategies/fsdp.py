@@ -29,14 +29,17 @@ from .layout import Layout
 from .memory import StrategyMemory, Surroundings
 from .memory_sharded import memory_of
 from .optimizer import move_optimizer_state
+from .optimizer_limits import check_steps_parts, step_apart
 from .outcome import StepOutcome
 from .sharded_building import make_sharded, recompute_units
 from .sharded_gradients import clip_norm, local_gradients
-from .sharded_model import Called, Sharded, syncing
+from .sharded_model import Called, Sharded, free, syncing
 from .sharded_norms import whole_norms
 from .sharded_options import ShardedOptions, read_mesh
 from .strategy import Strategy
 from .suitability import check_replicable, check_trained, is_trainable
+from .tensor_agreement import Agreement
+from .tensor_leaving import Leaving
 from .wrapping import AUTO, WrapPolicy, find_units
 
 if TYPE_CHECKING:
@@ -117,6 +120,10 @@ class FSDPStrategy(Strategy):
         self._checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """Optimizers that were compared with the models, and how many parameters they had."""
         self._layout: Layout | None = None
+        self._agreement: Agreement | None = None
+        self._leaving: Leaving | None = None
+        self.before_sharding: Callable[[Sequence[tuple[nn.Module, str]]], None] | None = None
+        """Called with the modules and names of each unit's parameters before they are spread; `FP8Strategy` sets it."""
         self._evaluated: tuple[Sharded, str] | None = None
         """The model that is evaluated now, and by which method."""
 
@@ -158,8 +165,8 @@ class FSDPStrategy(Strategy):
     def context_parallel(
         self, buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor]
     ) -> AbstractContextManager[Any] | None:
-        several = self.process.num_processes > 1
-        return self._find_layout().context_parallel(buffers, dims, kept) if several else None
+        sequences = self._find_layout().sequences if self.process.num_processes > 1 else None
+        return None if sequences is None else sequences.cut(buffers, dims, kept)
 
     def setup(
         self, model: nn.Module, optimizers: Sequence[Optimizer], method: str | None = "forward"
@@ -176,6 +183,7 @@ class FSDPStrategy(Strategy):
             sharded_state.check_parameters(optimizer, model, names)
         if self.process.num_processes == 1:
             return self._place(model, optimizers)
+        check_steps_parts(optimizers, "fsdp")
         if method == "forward" and not optimizers and is_trainable(model):
             raise ConfigError(
                 f"{type(model).__name__} was set up without its optimizer, and strategy='fsdp' replaces the parameters "
@@ -184,9 +192,12 @@ class FSDPStrategy(Strategy):
             )
         _check_automatic(model, optimizers, method)
         with watch.collective(f"setup of {type(model).__name__}"):
-            found = make_sharded(model, method, self.options, self._find_layout(), self.process, self.precision)
+            found = make_sharded(
+                model, method, self.options, self._find_layout(), self.process, self.precision, self.before_sharding
+            )
         for optimizer in optimizers:
             sharded_state.rebuild(optimizer, model, names)
+            step_apart(optimizer)
         self._models.append(found)
         return found.entry, list(optimizers)
 
@@ -227,30 +238,42 @@ class FSDPStrategy(Strategy):
         found, name = self._evaluated
         assert found.passes is not None
         with watch.collective(f"{name} of other processes"):
+            found.passes.forget(name)
             found.passes.make_empty(name)
-            found.entry.reshard()
+            free(found.entry)
         return True
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward as every strategy does, which gathers weights and reduces gradients. Collective."""
-        with watch.collective("backward"):
+        sequences = None if self._layout is None else self._layout.sequences
+        with watch.collective("backward"), nullcontext() if sequences is None else sequences.backward():
+            for found in self._models:
+                if found.passes is not None:
+                    found.passes.before_backward(loss)
             super().backward(loss, **kwargs)
+        if self._leaving is not None:
+            self._leaving.passed()
         for found in self._models:
             if found.passes is not None:
                 found.passes.went_back()
             self._reduce_whole(found)
 
     def step(self, optimizer: Optimizer) -> StepOutcome:
-        """Step as every strategy does. Local.
+        """Step as every strategy does. Local; with a tensor axis collective in an optimizer's first steps.
 
         Raises:
-            ConfigError: the optimizer holds parameters that were replaced when their model was sharded.
+            ConfigError: the optimizer holds parameters that were replaced when their model was sharded, or gradients
+                differ along the tensor axis that have to be alike.
         """
         num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._models and self._checked.get(optimizer) != num_parameters and self.gradient_state.sync_gradients:
             known = {id(p): None for found in self._models for p in found.model.parameters()}
             sharded_state.check_parameters(optimizer, self._models[-1].model, known)
             self._checked[optimizer] = num_parameters
+        if self._models and self._agreement is not None and self.gradient_state.sync_gradients:
+            self._agreement.check(optimizer, [found.model for found in self._models])
+        if any(found.whole for found in self._models):
+            step_apart(optimizer)  # each time: a checkpoint may have brought other settings
         return super().step(optimizer)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -264,6 +287,8 @@ class FSDPStrategy(Strategy):
     def take_part(self, model: nn.Module) -> None:
         found = self._find(model)
         if found is not None and found.passes is not None:
+            if self._leaving is not None:
+                self._leaving.leave()
             with watch.collective("passes without a loss of its own"):
                 found.passes.make_empty(found.entry.method)
             self._reduce_whole(found)
@@ -369,7 +394,7 @@ class FSDPStrategy(Strategy):
         """Free what a forward pass without backward has left whole. Local."""
         found = self._find(model)
         if found is not None:
-            found.entry.reshard()
+            free(found.entry)
 
     def _place(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
         self.mesh_sizes.filled(1)  # refuses a mesh of several
@@ -383,7 +408,7 @@ class FSDPStrategy(Strategy):
         self, known: Sharded, optimizers: Sequence[Optimizer], method: str | None
     ) -> tuple[nn.Module, list[Optimizer]]:
         _check_automatic(known.model, optimizers, method)
-        known.entry.reshard()
+        free(known.entry)
         own = {id(parameter): None for parameter in known.model.parameters()}
         for optimizer in optimizers:
             sharded_state.check_parameters(optimizer, known.model, own)
@@ -397,10 +422,13 @@ class FSDPStrategy(Strategy):
         """The mesh of the processes that there are. Collective where they have none yet."""
         if self._layout is None or self._layout.group is not dist.group.WORLD:
             self._layout = Layout(self.mesh, self.device)
+            axis = self._layout.tensor
+            self._agreement = None if axis is None else Agreement(axis, self.device)
+            self._leaving = Leaving(self.data_share) if self.data_share.num_peers > 1 else None
         return self._layout
 
     def _reduce_whole(self, found: Sharded) -> None:
-        """Average the gradients of ignored modules, which no unit reduces. Collective where there are some."""
+        """Average the gradients of what is not spread, which no unit reduces. Collective where it is trained."""
         if found.syncs and found.whole:
             average_gradients(found.whole, "averaging of gradients")
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ..checkpoint.sharded import is_sharded
 from ..distributed.errors import ConfigError
 from ..distributed.meshes import CONTEXT, SHARD, TENSOR, MeshSizes, build_mesh, spreading_axes
+from .context_parallel import Sequences
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -42,6 +41,8 @@ class Layout:
         mesh = build_mesh(self.sizes, device.type, always=(SHARD,), joins=self.is_given)
         assert mesh is not None
         self.mesh = mesh
+        self.sequences = Sequences(mesh[CONTEXT]) if self.sizes.context > 1 else None
+        """The contexts of steps on parts of sequences, None where there is no axis for them."""
 
     @property
     def parts(self) -> DeviceMesh:
@@ -52,19 +53,6 @@ class Layout:
     def tensor(self) -> DeviceMesh | None:
         """The axis over which layers are cut, None where there is none."""
         return self.mesh[TENSOR] if self.sizes.tensor > 1 else None
-
-    def context_parallel(
-        self, buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor]
-    ) -> AbstractContextManager[Any] | None:
-        """As `Strategy.context_parallel`."""
-        if self.sizes.context == 1:
-            return None
-        from torch.distributed.tensor.experimental import context_parallel
-
-        context: AbstractContextManager[Any] = context_parallel(
-            self.mesh[CONTEXT], buffers=list(buffers), buffer_seq_dims=list(dims), no_restore_buffers=set(kept)
-        )
-        return context
 
     def check_cut(self, model: nn.Module) -> bool:
         """Whether the user has cut layers of the model already. Local.

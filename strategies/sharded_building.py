@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,9 @@ from .sharding import (
     check_formats,
     check_shardable,
     find_ignored,
-    held_parameters,
     owned_parameters,
     shard,
+    whole_parameters,
 )
 from .suitability import check_alike
 from .tensor_parallel import Plan, check_divides, check_units, cut, cut_inputs, find_plan
@@ -42,6 +42,7 @@ def make_sharded(
     layout: Layout,
     process: ProcessState,
     precision: Precision,
+    before_sharding: Callable[[Sequence[tuple[nn.Module, str]]], None] | None = None,
 ) -> Sharded:
     """Spread a model over the processes, in place. Collective.
 
@@ -52,6 +53,7 @@ def make_sharded(
         layout: of the processes.
         process: this one.
         precision: of the run.
+        before_sharding: called with each unit's parameters before they are spread, where no layers are cut.
     Raises:
         ConfigError: an option does not fit the model.
         ShapeMismatchError: it is another model on other processes.
@@ -68,10 +70,11 @@ def make_sharded(
     check_formats(owned)
     recompute_units(units, options)
     bring_buffers(model, process.device)
-    bring_values(held_parameters(ignored), process.device)
-    whole = list(dict.fromkeys(parameter for module in ignored for parameter in module.parameters()))
+    holders = whole_parameters(model, ignored)
+    bring_values(holders, process.device)
+    whole = list(dict.fromkeys(getattr(module, name) for module, name in holders))
     arguments = unit_arguments(options, layout.parts, precision, process.device, {*whole})
-    cuts = None if layout.tensor is None else partial(cut, plan=plan, mesh=layout.tensor)
+    cuts = before_sharding if layout.tensor is None else partial(cut, plan=plan, mesh=layout.tensor)
     shard([*units, entry], owned, process.device, arguments, cuts)
     if layout.tensor is not None:
         cut_inputs(plan, {module for holders in owned.values() for module, _ in holders}, layout.tensor)
@@ -81,7 +84,7 @@ def make_sharded(
     passes = Passes(entry, owned, process.device) if isinstance(entry, Entry) else None
     if passes is None:
         entry.register_forward_hook(free_after_evaluation)
-    return Sharded(model, entry, passes, [parameter for parameter in whole if parameter.requires_grad])
+    return Sharded(model, entry, passes, whole)
 
 
 def recompute_units(units: Iterable[nn.Module], options: ShardedOptions) -> None:

@@ -26,7 +26,7 @@ class Sharded:
     passes: Passes | None
     """Makes its passes, where training calls one method of it."""
     whole: list[nn.Parameter]
-    """Trained parameters of ignored modules."""
+    """Parameters that are not spread."""
     syncs: bool = True
     """Whether the next backward reduces gradients."""
 
@@ -49,12 +49,13 @@ class Called:
         if self._evaluated is None:
             with watch.collective(self._name):
                 return self._passes.call(self._name, *args, **kwargs)
-        exchange(True, "evaluation")
+        if not all(exchange(True, "evaluation")):
+            self._passes.forget(self._name)
         try:
             with watch.collective(self._name):
                 return self._passes.evaluate(self._name, *args, **kwargs)
         finally:
-            self._evaluated.reshard()
+            free(self._evaluated)
 
 
 @contextmanager
@@ -69,7 +70,16 @@ def syncing(found: Sharded, value: bool) -> Iterator[None]:
         found.entry.set_requires_gradient_sync(before)
 
 
+def free(entry: Any) -> None:
+    """Free the weights of all units that a forward pass without backward has left whole. Local."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in entry.modules():
+        if isinstance(module, FSDPModule):  # each frees its own alone
+            module.reshard()
+
+
 def free_after_evaluation(entry: Any, args: Any, outputs: Any) -> None:
-    """A hook that frees the weights of the outermost unit after a forward pass without gradients. Local."""
+    """A hook that frees the weights of all units after a forward pass without gradients. Local."""
     if not torch.is_grad_enabled():
-        entry.reshard()
+        free(entry)

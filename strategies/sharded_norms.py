@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checkpoint.finite import tensor_norms
+from ..checkpoint.flat import FlatPart
 from ..checkpoint.sharded import is_sharded, local_part
 from ..distributed import watch
 
@@ -38,10 +39,14 @@ def whole_norms(tensors: Sequence[Tensor], norm_type: float, device: torch.devic
 
 
 def _alike(tensors: Sequence[Tensor]) -> dict[tuple[Any, tuple[int, ...]], list[int]]:
-    """The sharded tensors, by their meshes and the axes of these over which they are cut."""
+    """The sharded tensors, by their meshes and the axes of these over which they are cut. Flat parts have no mesh, and
+    are cut over all processes.
+    """
     groups: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        if is_sharded(tensor):
+        if isinstance(tensor, FlatPart):
+            groups.setdefault((None, (0,)), []).append(index)
+        elif is_sharded(tensor):
             sharded: Any = tensor
             axes = tuple(axis for axis, place in enumerate(sharded.placements) if not place.is_replicate())
             groups.setdefault((sharded.device_mesh, axes), []).append(index)
@@ -55,5 +60,5 @@ def _reduced(norms: Tensor, norm_type: float, mesh: Any, axes: Sequence[int]) ->
     with watch.collective("norms of gradients"):
         for axis in axes:
             operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
-            dist.all_reduce(values, operation, group=mesh.get_group(axis))
+            dist.all_reduce(values, operation, group=None if mesh is None else mesh.get_group(axis))
     return values if is_largest else values.pow(1 / norm_type)

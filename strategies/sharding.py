@@ -42,7 +42,10 @@ def find_ignored(model: nn.Module, wanted: Iterable[str | nn.Module]) -> list[nn
 
 
 def owned_parameters(root: nn.Module, units: Collection[nn.Module], ignored: Collection[nn.Module]) -> Owned:
-    """For each unit, and the outermost, the parameters that are gathered with it: their modules and names. Local."""
+    """For each unit, and the outermost, the parameters that are gathered with it: their modules and names. Local.
+
+    Those without a dimension can't be cut, and are nobody's.
+    """
     owned: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     left = {id(p) for module in ignored for p in module.parameters()}
 
@@ -52,7 +55,8 @@ def owned_parameters(root: nn.Module, units: Collection[nn.Module], ignored: Col
         seen.add(module)
         unit = module if module in units else unit
         own = owned.setdefault(unit, [])
-        own += [(module, name) for name, p in module.named_parameters(recurse=False) if id(p) not in left]
+        held = module.named_parameters(recurse=False)
+        own += [(module, name) for name, p in held if id(p) not in left and p.dim() > 0]
         for child in module.children():
             walk(child, unit, seen)
 
@@ -76,10 +80,17 @@ def check_shardable(model: nn.Module, is_main: bool) -> None:
         )
 
 
-def held_parameters(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
-    """The modules inside of some, with the names of the parameters that each holds itself. Local."""
-    inside = dict.fromkeys(inner for module in modules for inner in module.modules())
-    return [(module, name) for module in inside for name, _ in module.named_parameters(recurse=False)]
+def whole_parameters(model: nn.Module, ignored: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """The parameters that stay whole, those of ignored modules and those without a dimension: their modules and names.
+    Local.
+    """
+    inside = {inner for module in ignored for inner in module.modules()}
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if module in inside or parameter.dim() == 0
+    ]
 
 
 def bring_values(holders: Iterable[tuple[nn.Module, str]], device: torch.device) -> None:

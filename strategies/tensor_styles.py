@@ -91,6 +91,7 @@ STYLES: dict[str, Callable[[nn.Module], Any]] = {
     "embedding_rowwise": _rowwise(input_layouts="whole"),
     "sequence": _sequence,
     "sequence_parallel": _sequence,
+    "replicated_with_grad_allreduce": _sequence,
     "sequence_colwise": _colwise(input_layouts="sequence"),
     "sequence_rowwise": _rowwise(output_layouts="sequence"),
     "sequence_split": _output("whole", "sequence"),

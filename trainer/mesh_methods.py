@@ -119,15 +119,16 @@ class MeshMethods(ProcessMethods):
         """A context of one step in which each process has its part of the sequences, where the mesh has an axis for
         that; elsewhere it has no effect, and says so once. Collective.
 
-        Attention in it has to be torch's `scaled_dot_product_attention`, causal and without a mask. Labels are shifted
-        before.
+        Attention in it has to be torch's `F.scaled_dot_product_attention`, causal and without a mask. Labels are
+        shifted before.
 
         Args:
-            buffers: inputs, targets, positions: cut in place, and put back afterwards.
+            buffers: inputs, targets, positions, which share no memory: cut in place, and put back afterwards.
             buffer_seq_dims: of each of them that of the sequence.
-            no_restore_buffers: those that stay cut.
+            no_restore_buffers: those that stay cut, such as what a backward behind the context needs.
         Raises:
-            ConfigError: there are not as many dimensions as buffers.
+            ConfigError: there are not as many dimensions as buffers, or buffers can't be cut in place.
+            DataError: sequences can't be cut into equal parts.
         """
         buffers, dims = buffers or [], buffer_seq_dims or []
         if len(buffers) != len(dims):

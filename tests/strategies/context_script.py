@@ -40,7 +40,7 @@ def main() -> None:
     whole = copy.deepcopy(model)
     optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, whole))
     model, optimizer = accelerator.prepare(model, optimizer)
-    for _ in range(3):
+    for goes_back_inside in (True, False, True):
         words = torch.randint(WORDS, (2, LENGTH + 1)).to(accelerator.device)
         places = torch.arange(LENGTH, device=accelerator.device).expand(2, -1).contiguous()
         inputs, targets = words[:, :-1].contiguous(), words[:, 1:].contiguous()
@@ -55,8 +55,11 @@ def main() -> None:
         ):
             loss = F.cross_entropy(model(inputs, places).flatten(0, 1), targets.flatten())
             optimizer.zero_grad()
+            if goes_back_inside:
+                accelerator.backward(loss)
+        if not goes_back_inside:  # as of a Task
             accelerator.backward(loss)
-            optimizer.step()
+        optimizer.step()
         mean = accelerator.reduce(loss.detach(), "mean")
         torch.testing.assert_close(mean, wanted.detach(), atol=1e-4, rtol=1e-4)
     accelerator.end_training()

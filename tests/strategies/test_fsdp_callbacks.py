@@ -84,6 +84,15 @@ def test_averages(two_processes: Run, tmp_path: Path) -> None:
     close(dict(saved.named_parameters()), averages)
 
 
+def test_averages_with_units_that_stay_whole_after_their_forward(two_processes: Run) -> None:
+    averages, metrics, _, inside, watched, _ = _average(8, "one", {})
+    for found in two_processes(_average, 4, "two", {"strategy": {"name": "fsdp", "reshard_after_forward": False}}):
+        close(found[0], averages)
+        assert found[1] == pytest.approx(metrics, abs=1e-5)
+        close(found[3] or inside, inside)
+        assert found[4] == watched
+
+
 class Records(Callback):
     """All records but rates."""
 

@@ -6,21 +6,23 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from loopwright.callbacks.callback import SkipBatch
 from loopwright.strategies.wrapping import find_units
 
-from .sharded import Layer, fit, loader, state_of
+from .sharded import Layer, Words, fit, loader, state_of
 from .test_fsdp_trainer import Gaps, LeavesOut, close
 
 Run = Callable[..., list[Any]]
 
 
 class Partial(Gaps):
-    """Has a parameter that nothing uses, a layer whose outputs are of no use, passes without gradients, and inputs of
-    layers that have none.
+    """Has a parameter that nothing uses, one without a dimension, a layer whose outputs are of no use, passes without
+    gradients, and inputs of layers that have none.
     """
 
     def __init__(self, ways: str) -> None:
@@ -28,12 +30,13 @@ class Partial(Gaps):
         self.beside = Layer()
         self.layers[0].spare = nn.Parameter(torch.ones(3))
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.layers[1].factor = nn.Parameter(torch.tensor(1.0 + torch.rand(()).item()))
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.embedding(words).detach()
         with torch.no_grad():
             self.layers(x)
-        x = self.frozen(self.layers(x))
+        x = self.frozen(self.layers(x)) * self.layers[1].factor
         self.beside(x)
         logits: Tensor = self.head(x) * self.scale
         return logits
@@ -44,7 +47,12 @@ class LeavesLate(LeavesOut):
 
     def on_before_backward(self, trainer: Any, task: Any, loss: Any) -> None:
         if task.ways[trainer.state.batch] == "f":
-            super().on_batch_start(trainer, task, None, task.ways.index("b"))
+            raise SkipBatch
+
+
+def _in_turns(*ways: str) -> str:
+    """The batches of all processes as one process has them: those that are left out give no loss."""
+    return "".join("." if way == "." else "e" for each in zip(*ways, strict=True) for way in each)
 
 
 def _partial(ways: list[str], batch_size: int, cases: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
@@ -61,7 +69,7 @@ def _partial(ways: list[str], batch_size: int, cases: list[dict[str, Any]]) -> l
 
 def test_what_no_loss_reaches_in_batches_without_one(two_processes: Run) -> None:
     gaps = ".flesb.f"
-    (wanted,) = _partial(["".join(f".{way if way == '.' else 'e'}" for way in gaps)], 3, [{"accumulate": 4}])
+    (wanted,) = _partial([_in_turns("........", gaps)], 3, [{"accumulate": 4}])
     strategies: list[dict[str, Any]] = [
         {"wrap": "none"},
         {"wrap": "auto", "reshard_after_forward": False},
@@ -71,6 +79,57 @@ def test_what_no_loss_reaches_in_batches_without_one(two_processes: Run) -> None
     cases = [{"accumulate": 2, "strategy": {"name": "fsdp"} | options} for options in strategies]
     for found in two_processes(_partial, ["........", gaps], 3, cases)[0]:
         close(found, wanted)
+
+
+FIRST = [(".?.e....", "?......."), ("???.....", "ebf..b.l")]
+
+
+@pytest.mark.parametrize("first", "elf")
+def test_a_process_without_a_loss_to_begin_with(two_processes: Run, first: str) -> None:
+    cases: list[dict[str, Any]] = [
+        {"accumulate": 2, "strategy": {"name": "fsdp", "wrap": ["Layer", "Linear"]}},
+        {"accumulate": 2, "strategy": {"name": "fsdp", "activation_checkpointing": True}},
+    ]
+    for pattern in FIRST:
+        ways = [way.replace("?", first) for way in pattern]
+        (wanted,) = _partial([_in_turns(*ways)], 3, [{"accumulate": 4}])
+        for found in two_processes(_partial, ways, 3, cases)[0]:
+            close(found, wanted)
+
+
+class Early(Words):
+    """Leaves its first batch of validation out, in some processes, and has another order of layers for each loader.
+
+    Args:
+        leaves: the processes that do.
+    """
+
+    def __init__(self, leaves: list[int]) -> None:
+        super().__init__()
+        self.leaves = leaves
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        is_first = self.trainer.state.stage == "sanity" and dataloader_idx == 0
+        if is_first and batch_idx in self.leaves:  # of the first two batches each process has one
+            return
+        x = self.embedding(batch[0])
+        for layer in [(1, 2, 0), (0, 1), (0, 2)][dataloader_idx]:
+            x = self.layers[layer](x)
+        self.log("val/mean", self.head(x).mean())
+
+
+def _early(leaves: list[int], strategy: str) -> dict[str, float]:
+    torch.manual_seed(1)
+    val = {"a": loader(12, 3), "b": loader(9, 3), "c": loader(3, 3)}  # process 1 has none of the last two batches
+    trainer = fit(Early(leaves), loader(24, 3), val, strategy=strategy)
+    return trainer.metrics
+
+
+@pytest.mark.parametrize("leaves", [[0], [1], [0, 1]])
+def test_an_evaluation_that_leaves_out_its_first_batch(two_processes: Run, leaves: list[int]) -> None:
+    found = two_processes(_early, leaves, "fsdp")
+    assert found[0] == found[1]
+    assert found[0] == pytest.approx(two_processes(_early, leaves, "ddp")[0], abs=1e-5)
 
 
 class Holder(nn.Module):

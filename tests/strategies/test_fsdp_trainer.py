@@ -98,6 +98,10 @@ class LeavesOut(Callback):
         if task.ways[batch_idx] == "x":
             raise EndEpoch
 
+    def on_backward(self, trainer: Any, task: Any, loss: Any) -> None:
+        if task.ways[trainer.state.batch] == "y":
+            raise EndEpoch
+
 
 def _gaps(ways: list[str], batch_size: int, options: dict[str, Any]) -> dict[str, Tensor]:
     index = dist.get_rank() if dist.is_initialized() else 0
@@ -114,8 +118,9 @@ def test_batches_without_a_loss(two_processes: Run) -> None:
         close(two_processes(_gaps, ["........", gaps], 3, {"strategy": strategy, "accumulate": 2})[0], wanted)
 
 
-def test_leaving_an_epoch_in_a_window(two_processes: Run) -> None:
-    ways = ["........", "......x."]
+@pytest.mark.parametrize("way", "xy")
+def test_leaving_an_epoch_in_a_window(two_processes: Run, way: str) -> None:
+    ways = ["........", f"......{way}."]
     wanted, found = (
         two_processes(_gaps, ways, 3, {"strategy": strategy, "max_epochs": 2, "accumulate": 2})[0]
         for strategy in ("ddp", "fsdp")
