@@ -1,6 +1,7 @@
 # Each target sets up .venv by itself, on a machine that has nothing but Python and make.
 #   make demo       train on real data, with a progress bar, validation, a TensorBoard log and a checkpoint
 #   make test       the tests that need no GPU and no patience      make test-all   those that take long as well
+#   make test-xla   those of torch_xla, with a torch of their own (7 GB, 20 minutes to install the first time)
 #   make lint       ruff, and mypy over the sources                 make types      mypy against the installed wheel
 #   make bench      what a step costs beside the raw loop           make clean      remove all that these made
 #   make soak       kill a training at random moments, resume it, and see that nothing is lost
@@ -11,7 +12,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 ROOMS  := trainer callbacks trackers inference strategies checkpoint data distributed recipes
 
-.PHONY: demo test test-all lint types links bench soak clean
+.PHONY: demo test test-all test-xla lint types links bench soak clean
 .SECONDARY:
 
 demo: $(VENV)/.installed-recipes
@@ -20,10 +21,25 @@ demo: $(VENV)/.installed-recipes
 		--weights "$$(ls -t runs/digits*/checkpoints/best*.safetensors | head -n 1)"
 
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -m "not slow and not gpu" --ignore=tests/xla
 
 test-all: $(VENV)/.installed-dev
-	$(BIN)/pytest -m "not gpu"
+	$(BIN)/pytest -m "not gpu" --ignore=tests/xla
+
+# torch_xla is built for another torch than that of constraints.txt; all else has the same versions. SPMD belongs to a
+# whole process: its tests run in one of their own, on two virtual devices.
+XLA := .venv-xla
+test-xla: $(XLA)/.installed
+	PJRT_DEVICE=CPU $(XLA)/bin/pytest tests/xla
+	PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 $(XLA)/bin/pytest tests/xla/test_spmd.py
+
+$(XLA)/.installed: pyproject.toml constraints.txt
+	@$(XLA)/bin/python -c "" 2>/dev/null || { echo "Creating $(XLA)"; $(PYTHON) -m venv --clear $(XLA); }
+	@sed 's/^torch==.*/torch==2.9.0/' constraints.txt > $(XLA)/constraints.txt
+	@echo "Installing loopwright[xla] into $(XLA) (7 GB, about 20 minutes the first time)"
+	@$(XLA)/bin/python -m pip --disable-pip-version-check --quiet install -c $(XLA)/constraints.txt \
+		-e '.[xla]' pytest pytest-timeout
+	@touch $@
 
 lint: $(VENV)/.installed-dev links
 	$(BIN)/ruff check .
@@ -71,5 +87,5 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 	@touch $@ $(VENV)/.installed-recipes  # each set holds what the recipes need
 
 clean:
-	rm -rf $(VENV) .dev build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(XLA) .dev build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

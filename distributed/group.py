@@ -123,7 +123,7 @@ def disconnect() -> None:
 
 def backend_of(device: torch.device) -> str:
     """The word of torch for the backend of a device, with gloo for CPU tensors beside it. Local."""
-    if device.type == "cpu":
+    if device.type in ("cpu", "xla"):  # XLA devices exchange gradients within their programs, all else over the host
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 

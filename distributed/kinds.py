@@ -27,6 +27,8 @@ class DistributedType(enum.StrEnum):
 
 def kind_of(device_type: str, num_processes: int, kind: DistributedType | None = None) -> DistributedType:
     """How processes on devices of this type work together; `kind`, where there are several and it is given. Local."""
+    if device_type == "xla":
+        return DistributedType.XLA  # also in one process, as Accelerate: shapes are better padded
     if num_processes == 1:
         return DistributedType.NO
     if kind is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import watch
+from . import watch, xla
 from .comparing import check_tensors
 from .errors import ConfigError, DistributedError, ShapeMismatchError, suggest
 from .exchange import broadcast_encoded, gather_bytes, gather_encoded
@@ -266,6 +266,8 @@ def wait_for_everyone() -> None:
     Raises:
         DistributedError: others are in another operation, such as `gather`; shows which.
     """
+    if xla.is_started():
+        xla.sync(wait=True)  # what was recorded so far has run then
     gather_bytes(b"", "wait_for_everyone")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import group
+from . import group, xla
 from .errors import ConfigError, suggest
 from .exchange import broadcast_encoded
 
@@ -45,6 +45,7 @@ def set_seed(
         seed = (seed + (group.index_and_count()[0] if process_index is None else process_index)) % 2**32
     random.seed(seed)
     torch.manual_seed(seed)  # seeds every device
+    xla.seed(seed)  # but those of torch_xla
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     if deterministic:
@@ -98,6 +99,8 @@ def _rng_access(word: str, generator: torch.Generator | None) -> tuple[Callable[
         if generator is None:
             raise ConfigError('synchronize_rng_states got "generator" without one. Pass generator=, or leave it out.')
         return generator.get_state, generator.set_state
+    if word == xla.DEVICE_TYPE and xla.is_started():
+        return xla.get_rng_state, xla.set_rng_state
     if accelerator is not None and word == accelerator.type:
         module = torch.get_device_module(accelerator)
         return module.get_rng_state, module.set_rng_state
@@ -143,7 +146,7 @@ def get_random_state(device: torch.device) -> RandomState:
         python=random.getstate(),
         numpy=None if numpy is None else numpy.random.get_state(),
         torch_cpu=torch.get_rng_state(),
-        device=None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device),
+        device=None if device.type == "cpu" else _device_state(device),
     )
 
 
@@ -154,7 +157,20 @@ def set_random_state(state: RandomState, device: torch.device) -> None:
         sys.modules["numpy"].random.set_state(state.numpy)
     torch.set_rng_state(state.torch_cpu)
     if state.device is not None:
-        torch.get_device_module(device).set_rng_state(state.device, device)
+        _set_device_state(state.device, device)
+
+
+def _device_state(device: torch.device) -> torch.Tensor:
+    if device.type == xla.DEVICE_TYPE:
+        return xla.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)  # type: ignore[no-any-return]
+
+
+def _set_device_state(state: torch.Tensor, device: torch.device) -> None:
+    if device.type == xla.DEVICE_TYPE:
+        xla.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 @contextmanager
@@ -214,5 +230,5 @@ def restore_random_tree(tree: Mapping[str, Any], device: torch.device) -> list[s
         return missing
     if device.type not in tree:
         return [*missing, device.type]
-    torch.get_device_module(device).set_rng_state(tree[device.type], device)
+    _set_device_state(tree[device.type], device)
     return missing

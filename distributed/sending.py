@@ -75,6 +75,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
     Every backend sends bytes, whatever the tensor's type.
     """
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if plain.device.type == "xla":  # which has no bytes to look at, and is sent over the host
+        plain = plain.cpu()
     # Not `view(-1)`: torch calls one element contiguous whatever its stride, and keeps that.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
@@ -82,7 +84,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def joined(rows: Tensor, like: Tensor) -> Tensor:
     """The tensors of all rows, joined along dimension 0. Local."""
     shape = like.shape or torch.Size([1])
-    return _in_type(rows, like).view(world_size() * shape[0], *shape[1:])
+    return _in_type(rows, like).view(world_size() * shape[0], *shape[1:]).to(like.device)
 
 
 def _in_type(rows: Tensor, like: Tensor) -> Tensor:
@@ -101,8 +103,12 @@ def in_own_memory(tensor: Tensor) -> Tensor:
 
 def send(target: Tensor, from_process: int) -> None:
     """Fill a contiguous tensor with one process's. Collective."""
-    if target.numel():
-        dist.broadcast(as_bytes(target), from_process)
+    if not target.numel():
+        return
+    memory = as_bytes(target)
+    dist.broadcast(memory, from_process)
+    if memory.device != target.device:
+        target.detach().copy_(memory.view(target.dtype).view(target.shape))
 
 
 def sum_tensors(tensors: list[Tensor]) -> list[Tensor]:
@@ -136,5 +142,6 @@ def _all_reduced(tensor: Tensor) -> Tensor:
     if tensor.dtype is torch.bool:
         return _all_reduced(tensor.to(torch.uint8)).bool()
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
+    total = total.cpu() if total.device.type == "xla" else total
     dist.all_reduce(total)
-    return total
+    return total.to(tensor.device)

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -51,6 +51,7 @@ __all__ = [
     "announce_failure",
     "board_of_group",
     "collective",
+    "connections_noted",
     "first_failure",
     "leave_group_after",
     "note_connection",
@@ -151,6 +152,11 @@ def noted_connections() -> Iterator[None]:
     _Current.connections = Connections()
     with _Current.connections.noting():
         yield
+
+
+def connections_noted() -> AbstractContextManager[None]:
+    """A context around the making of one more group, whose connections end with those of the default one. Local."""
+    return _Current.connections.noting()
 
 
 def note_connection(connection: Closable) -> None:

@@ -109,6 +109,8 @@ def _devices(options: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
     Raises:
         ConfigError: devices are asked for that this machine has not.
     """
+    if options.get("tpu"):
+        return 0, {}  # torch_xla gives each process its device
     if options.get("cpu") or (is_set("cpu") and not options.get("multi_gpu")):
         return 0, {}
     import torch

@@ -19,14 +19,12 @@ from .launch_tables import OPTIONS, SECTIONS
 
 TYPES = (
     "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA",
-    "FSDP", "DEEPSPEED",
+    "FSDP", "DEEPSPEED", "XLA", "TPU",
 )  # fmt: skip
 """What `distributed_type` can be: one process; several on the CPU or on devices; or what spreads models over them."""
 _SECTION_OF_TYPE = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
 _ABSENT_TYPES = {
     "MEGATRON_LM": "Megatron-LM is not available",
-    "XLA": "TPUs are not available in this version",
-    "TPU": "TPUs are not available in this version",
     "TP": "tensor parallelism is an axis of a mesh: distributed_type: FSDP, with a parallelism_config",
     "MULTI_NEURON": "Neuron devices are not available in this version",
 }
@@ -66,6 +64,11 @@ class LaunchFile:
         by_type = _SECTION_OF_TYPE.get(self.distributed_type)
         by_itself = "parallelism_config" if "parallelism_config" in self.sections else None
         return tuple(name for name in SECTIONS if name in (by_type, by_itself))
+
+    @property
+    def is_for_xla(self) -> bool:
+        """Whether it asks for torch_xla; "TPU" is the word of old files."""
+        return self.distributed_type in ("XLA", "TPU")
 
     def absent_type(self) -> str | None:
         """What to say of a `distributed_type` that is not there; None where it is one of `TYPES`."""

@@ -13,7 +13,7 @@ from ..distributed.errors import ConfigError
 from .launch_config import LaunchFile, find_default, read_launch_file
 from .launch_tables import OPTIONS, SECTIONS, SWITCHES, section_of
 
-_KINDS = ("multi_gpu", "use_fsdp", "use_deepspeed")
+_KINDS = ("multi_gpu", "use_fsdp", "use_deepspeed", "tpu")
 """Options that say how a model is spread over the processes; one of them at most."""
 
 
@@ -34,12 +34,14 @@ def merged_options(given: Mapping[str, Any]) -> dict[str, Any]:
     from_file = {**file.options}
     for section in sections:
         from_file |= file.sections.get(section, {})
-    if given.get("multi_gpu"):
+    if given.get("multi_gpu") or given.get("tpu"):
         from_file.pop("cpu", None)
     options = {**{name: value for name, value in from_file.items() if not is_set(name)}, **given}
     options |= {SWITCHES[section]: True for section in sections}
     options |= {name: False for name in _KINDS[1:] if kinds and name not in kinds and is_set(name)}
-    if file.distributed_type not in ("NO", "MULTI_CPU") and "cpu" not in options:
+    if file.is_for_xla and not (kinds or options.get("cpu") or is_set("tpu")):
+        options["tpu"] = True
+    if file.distributed_type not in ("NO", "MULTI_CPU") and "cpu" not in options and not options.get("tpu"):
         options.setdefault("wants_devices", True)
     if "deepspeed_config" in sections and file.path is not None:
         options["deepspeed_fields"] = _deepspeed_fields(file, given)
@@ -132,6 +134,8 @@ def _check_unused_sections(file: LaunchFile, sections: Iterable[str]) -> None:
 def _check_conflicts(options: Mapping[str, Any]) -> None:
     if options.get("cpu") and options.get("multi_gpu"):
         raise ConfigError("--cpu and --multi_gpu exclude each other. Leave one out.")
+    if options.get("cpu") and options.get("tpu"):
+        raise ConfigError("--cpu and --tpu exclude each other. PJRT_DEVICE=CPU runs torch_xla on the CPU.")
     if options.get("module") and options.get("no_python"):
         raise ConfigError("--module and --no_python exclude each other: a module is run by Python. Leave one out.")
     for name in ("gradient_accumulation_steps", "num_cpu_threads_per_process"):

@@ -57,6 +57,7 @@ COMMON: Mapping[str, Option] = {
     "same_network": Option(bool, "accepted, and makes no difference here"),
     "cpu": Option(bool, "stay on the CPU", variable=f"{OURS}USE_CPU"),
     "multi_gpu": Option(bool, "several processes, each on an accelerator device, with a copy of the model"),
+    "tpu": Option(bool, "an Accelerator uses torch_xla, on TPUs or what PJRT_DEVICE says", (), True, f"{OURS}USE_XLA"),
     "gpu_ids": Option(str, "the devices that are used, such as 0,2; or all"),
     "mixed_precision": Option(
         str, "the number format of an Accelerator", ("no", "bf16", "fp16"), True, f"{OURS}MIXED_PRECISION"
