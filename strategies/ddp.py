@@ -18,7 +18,7 @@ from .averaging import average_gradients, broadcast_tensors
 from .buckets import bucket_order, restore_bucket_order
 from .buffers import load_buffers, saved_buffers
 from .communication import DDPCommunicationHookType, power_tree, restore_power
-from .handlers import DistributedDataParallelKwargs
+from .handlers import DistributedDataParallelKwargs, KwargsHandler
 from .memory import StrategyMemory, Surroundings, WholeMemory
 from .optimizer import move_optimizer_state
 from .outcome import StepOutcome
@@ -249,6 +249,18 @@ class DDPStrategy(Strategy):
         if self._post_local is not None and state["post_local"] is not None:
             self._post_local.load_process_state(replica, optimizers, state["post_local"])
 
+    def _given(self) -> dict[str, Any]:
+        """The options that are not the default, by name."""
+        found = KwargsHandler.to_kwargs(self.settings)
+        if self.sync_batchnorm:
+            found["sync_batchnorm"] = True
+        if self._post_local is not None:
+            found |= {
+                "post_local_sgd": self._post_local.warmup_steps,
+                "post_local_sgd_period": self._post_local.period,
+            }
+        return found
+
     def _own_buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """The buffers of a process beside the main one, where its next forward pass does not get those of the main
         process: in manual mode, where buffers are not shared, and where the newest forward pass was not the last one of
@@ -262,10 +274,10 @@ class DDPStrategy(Strategy):
 
     def memory(self, surroundings: Surroundings) -> StrategyMemory | None:
         """Gradients lie in the buckets from which they are reduced, or beside them. Local."""
+        options = self._given()
         if surroundings.num_processes == 1:
-            return WholeMemory("ddp")
+            return WholeMemory("ddp", options)
         in_buckets = self.settings.gradient_as_bucket_view
-        options = {"gradient_as_bucket_view": True} if in_buckets else {}
         return WholeMemory("ddp", options, copies=0 if in_buckets else 1, stays=in_buckets)
 
     def teardown(self) -> None:

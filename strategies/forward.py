@@ -40,22 +40,27 @@ class AutocastForward(ReplacedForward):
     Args:
         module: whose forward this is.
         context: gives a new context for each call; picklable where the module is to be.
+        convert_inputs: gives the arguments in the format of the precision; picklable too.
     """
 
-    def __init__(self, module: nn.Module, context: ContextFactory) -> None:
+    def __init__(self, module: nn.Module, context: ContextFactory, convert_inputs: Callable[[Any], Any]) -> None:
         super().__init__(module)
         self.context = context
+        self.convert_inputs = convert_inputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self.convert_inputs((args, kwargs))
         with self.context():
             outputs = self.__wrapped__(*args, **kwargs)
         return convert_to_fp32(outputs)
 
 
-def wrap_forward(module: nn.Module, context: ContextFactory) -> None:
-    """Let a module's forward passes run in a context. One that is wrapped already gets the new context."""
+def wrap_forward(module: nn.Module, context: ContextFactory, convert_inputs: Callable[[Any], Any]) -> None:
+    """Let a module's forward passes run in a context, with converted arguments. One that is wrapped already gets the
+    new ones.
+    """
     restore_forward(module)
-    module.forward = AutocastForward(module, context)
+    module.forward = AutocastForward(module, context, convert_inputs)
 
 
 def restore_forward(module: nn.Module) -> None:

@@ -156,6 +156,11 @@ class Handlers:
         found = self._by_class.get(cls)
         return found if isinstance(found, cls) else cls()
 
+    def find(self, cls: type[H]) -> H | None:
+        """The handler of a class, None where none was given."""
+        found = self._by_class.get(cls)
+        return found if isinstance(found, cls) else None
+
     def _add(self, handler: object) -> None:
         known = {cls.__name__ for cls in KwargsHandler.__subclasses__()}
         if not isinstance(handler, KwargsHandler):

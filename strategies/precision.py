@@ -7,14 +7,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..distributed.errors import ConfigError, NonFiniteError, suggest
+from ..distributed.errors import ConfigError, NonFiniteError, check_boolean, suggest
+from ..distributed.nested import map_leaves
+from .fp8_recipes import FP8Recipe, RecipeKwargs, read_recipe
 from .handlers import AutocastKwargs
+from .master_weights import keep_master_weights
 
 ContextFactory: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
@@ -35,8 +39,26 @@ class Autocast:
         return torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled)
 
 
+class DefaultFormat:
+    """A context in which new tensors are in a format, by default."""
+
+    __slots__ = ("_before", "_dtype")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __enter__(self) -> None:
+        self._before = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        torch.set_default_dtype(self._before)
+
+
 class Precision(ABC):
-    """In which number format a step computes. The weights stay as the model has them."""
+    """In which number formats a step computes, and weights are kept."""
 
     name: str = "no"
     """The word for the format of forward passes, `"no"` for the model's own."""
@@ -60,6 +82,23 @@ class Precision(ABC):
     def contexts(self, settings: AutocastKwargs) -> ContextFactory:
         """What gives such contexts with further settings; without torch's autocast there is nothing to set."""
         return self.autocast
+
+    def prepare_model(self, model: nn.Module) -> None:
+        """Bring a model's weights into the format in which they are kept, in place, before a strategy sets it up.
+        Local.
+        """
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """See to what an optimizer keeps beside the weights, once a strategy has set it up. Local.
+
+        Raises:
+            ConfigError: it can't be kept for these weights.
+        """
+
+    @property
+    def convert_inputs(self) -> Callable[[Any], Any]:
+        """What gives the nested inputs of a forward pass in the format that it needs; can be copied and pickled."""
+        return _as_they_are
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss that backward starts from."""
@@ -118,6 +157,92 @@ class MixedPrecision(Precision):
         return replace(self._context, enabled=settings.enabled, cache_enabled=settings.cache_enabled)
 
 
+class FP8Precision(MixedPrecision):
+    """bf16, with the matrix products of linear layers in FP8: what `FP8Strategy` converts.
+
+    Args:
+        device: where the model is.
+        recipe: how; None: what the run's handlers or the environment say.
+    """
+
+    def __init__(self, device: torch.device, recipe: FP8Recipe | None = None) -> None:
+        super().__init__(device, "bf16")
+        self.name = "fp8"
+        self.recipe = recipe
+
+
+class TruePrecision(Precision):
+    """Weights, activations and updates in 16 bits, without autocast; so are a step's inputs and new tensors.
+
+    Losses are not scaled, so that small gradients are lost in fp16.
+
+    Args:
+        name: `"bf16-true"` or `"fp16-true"`.
+        master_weights: optimizers update a copy in fp32, which the weights are rounded from after each step.
+    """
+
+    autocasts = True
+
+    def __init__(self, name: Literal["bf16-true", "fp16-true"] = "bf16-true", *, master_weights: bool = False) -> None:
+        check_boolean(f"precision={name!r}: master_weights", master_weights)
+        self.name = name
+        self.weight_format = _DTYPES[name.removesuffix("-true")]
+        self.master_weights = master_weights
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return DefaultFormat(self.weight_format)
+
+    def contexts(self, settings: AutocastKwargs) -> ContextFactory:
+        return _DefaultFormats(self.weight_format)
+
+    def prepare_model(self, model: nn.Module) -> None:
+        model.to(self.weight_format)
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        if self.master_weights:
+            keep_master_weights(optimizer)
+            return
+        for index, group in enumerate(optimizer.param_groups):
+            eps = group.get("eps")
+            if self.weight_format is torch.float16 and isinstance(eps, float) and 0 < eps < _SMALLEST_FP16:
+                raise ConfigError(
+                    f"precision={self.name!r}: eps={eps:g} of {type(optimizer).__name__} (group {index}) is 0 in fp16, "
+                    "and what is divided by it not finite. Give eps=1e-4, master_weights=True, or use 'bf16-true'."
+                )
+
+    @property
+    def convert_inputs(self) -> Callable[[Any], Any]:
+        return _InFormat(self.weight_format)
+
+
+@dataclass(frozen=True, slots=True)
+class _DefaultFormats:
+    """Gives contexts in which new tensors are in a format; can be copied and pickled."""
+
+    dtype: torch.dtype
+
+    def __call__(self) -> DefaultFormat:
+        return DefaultFormat(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _InFormat:
+    """Brings floating-point tensors in nested data into a format; can be copied and pickled."""
+
+    dtype: torch.dtype
+
+    def __call__(self, data: Any) -> Any:
+        return map_leaves(data, self._convert)
+
+    def _convert(self, name: str, leaf: Any) -> Any:
+        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(self.dtype) if is_float else leaf
+
+
+def _as_they_are(data: Any) -> Any:
+    return data
+
+
 class ScaledPrecision(MixedPrecision):
     """fp16: as bf16, with the loss scaled up so that small gradients survive, and overflowing steps dropped.
 
@@ -172,6 +297,7 @@ class ScaledPrecision(MixedPrecision):
 
 
 _SMALLEST_SCALE = 2.0**-40
+_SMALLEST_FP16 = 2.0**-24
 
 PRECISIONS = {
     "no": "no",
@@ -181,34 +307,66 @@ PRECISIONS = {
     "bf16-mixed": "bf16",
     "fp16": "fp16",
     "16-mixed": "fp16",
+    "fp8": "fp8",
+    "bf16-true": "bf16-true",
+    "fp16-true": "fp16-true",
+    "16-true": "fp16-true",
 }
 """Words for a precision, Lightning's among them, and what they mean."""
 
+PrecisionLike: TypeAlias = "str | Mapping[str, Any] | RecipeKwargs | Precision"
+
 
 def create_precision(
-    name: str | Precision | None, device: torch.device, *, scaler: torch.amp.GradScaler | None = None
+    spec: PrecisionLike | None, device: torch.device, *, scaler: torch.amp.GradScaler | None = None
 ) -> Precision:
-    """The precision of a word.
+    """The precision of a word, a mapping `{"name": ..., **options}`, or a recipe of FP8.
 
     Args:
-        name: the word; None: the model's own formats. An object is returned as it is.
+        spec: None: the model's own formats. An object is returned as it is.
         device: where the model is.
         scaler: for fp16; by default a new one.
     Raises:
-        ConfigError: the word is unknown, or the device can't compute in that format.
+        ConfigError: the word or an option is unknown, or the device can't compute in that format.
     """
-    if isinstance(name, Precision):
-        return name
-    word = "no" if name is None else str(name)
-    if word not in PRECISIONS:
-        raise ConfigError(f"precision={name!r} is unknown. {suggest(word, PRECISIONS)}")
+    if isinstance(spec, Precision):
+        return spec
+    if isinstance(spec, FP8Recipe):
+        return FP8Precision(device, spec)
+    word, options = _read(spec)
     kind = PRECISIONS[word]
+    if kind == "fp8":
+        return FP8Precision(device, read_recipe(options, "precision='fp8'") if options else None)
+    if kind == "bf16-true" or kind == "fp16-true":
+        _check_options(word, options, ("master_weights",))
+        return TruePrecision(kind, **options)  # type: ignore[arg-type]
+    _check_options(word, options, ())
     if kind == "no":
         return FullPrecision()
     if kind == "bf16":
         if device.type == "cuda" and not torch.cuda.is_bf16_supported():
             raise ConfigError(
-                f"precision={name!r}: {torch.cuda.get_device_name(device)} has no bf16. Use 'fp16' or 'no'."
+                f"precision={word!r}: {torch.cuda.get_device_name(device)} has no bf16. Use 'fp16' or 'no'."
             )
         return MixedPrecision(device, "bf16")
     return ScaledPrecision(device, scaler)
+
+
+def _read(spec: object) -> tuple[str, dict[str, Any]]:
+    options: dict[str, Any] = {}
+    word = spec
+    if isinstance(spec, Mapping):
+        options = dict(spec)
+        word = options.pop("name", None)
+        if word is None:
+            raise ConfigError(f"precision={dict(spec)!r} has no 'name'. Expected such as {{'name': 'fp8', ...}}.")
+    word = "no" if word is None else str(word)
+    if word not in PRECISIONS:
+        raise ConfigError(f"precision={word!r} is unknown. {suggest(word, PRECISIONS)}")
+    return word, options
+
+
+def _check_options(word: str, options: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"precision={word!r} does not take {name!r}. {suggest(name, known)}")

@@ -26,6 +26,10 @@ DEEPSPEED = "deepspeed"
 """The word for DeepSpeed's ZeRO."""
 PIPELINE = "pipeline"
 """The word for some of the layers in each process."""
+XLA = "xla"
+"""The word for XLA devices, such as TPUs."""
+FP8 = "fp8"
+"""The word for matrix products in 8 bits, around another strategy: alone, or as in `"fsdp+fp8"`."""
 
 _strategies: Registry[Strategy] = Registry(
     Strategy,
@@ -33,9 +37,11 @@ _strategies: Registry[Strategy] = Registry(
     built_in={
         DDP: "ddp:DDPStrategy",
         DEEPSPEED: "deepspeed:DeepSpeedStrategy",
+        FP8: "fp8:FP8Strategy",
         FSDP: "fsdp:FSDPStrategy",
         PIPELINE: "pipeline:PipelineStrategy",
         SINGLE: "single:SingleDeviceStrategy",
+        XLA: "xla:XLAStrategy",
     },
     package=__package__,
     group=ENTRY_POINT_GROUP,
@@ -52,6 +58,32 @@ def register_strategy(name: str) -> Callable[[S], S]:
     return _strategies.register(name)
 
 
+def split_fp8(spec: StrategyLike) -> tuple[StrategyLike, dict[str, Any] | None]:
+    """What `"fsdp+fp8"` is around, and the options of FP8; None where there is none of it in the word.
+
+    Args:
+        spec: as `create_strategy` takes it. In a mapping FP8's options are its `"fp8"`, the others are the inner one's;
+            with the name `"fp8"` alone all are FP8's, and `"strategy"` is the inner one.
+    Raises:
+        ConfigError: the word joins something else, or the options are no mapping.
+    """
+    name = spec.get("name") if isinstance(spec, Mapping) else spec
+    if not isinstance(name, str):
+        return spec, None
+    inner, joined, last = name.rpartition("+")
+    if joined and (last != FP8 or not inner or "+" in inner):
+        raise ConfigError(f"strategy={name!r} is unknown. A strategy is joined with 'fp8' alone, as in 'fsdp+fp8'.")
+    options = dict(spec) if isinstance(spec, Mapping) else {}
+    if not joined:
+        if name != FP8:
+            return spec, None
+        return options.pop("strategy", AUTO), {key: value for key, value in options.items() if key != "name"}
+    own = options.pop("fp8", {})
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"strategy={name!r}: fp8={own!r}. Expected a mapping, such as {{'recipe': 'rowwise'}}.")
+    return ({**options, "name": inner} if len(options) > 1 else inner), dict(own)
+
+
 def create_strategy(spec: StrategyLike, num_processes: int = 1) -> Strategy:
     """The strategy that a word, a mapping `{"name": ..., **options}` or an object names.
 
@@ -61,6 +93,9 @@ def create_strategy(spec: StrategyLike, num_processes: int = 1) -> Strategy:
     Raises:
         ConfigError: the name or an option is unknown.
     """
+    spec, fp8 = split_fp8(spec)
+    if fp8 is not None:
+        return _strategies.create(FP8, {"strategy": create_strategy(spec, num_processes), **fp8})
     if isinstance(spec, Strategy):
         return spec
     options: dict[str, Any] = {}

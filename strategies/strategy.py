@@ -25,7 +25,7 @@ from ..distributed.meshes import MeshSizes
 from ..distributed.shares import DataShare
 from .gradient_state import GradientState
 from .outcome import StepOutcome
-from .pipeline_layers import Pipelined, whole_loss
+from .pipeline_layers import Loss, Pipelined, whole_loss
 from .precision import Precision
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class Strategy(ABC):
 
     takes_several: ClassVar[bool] = True
     """Whether it is one for several processes: a Trainer that no launcher started then takes all devices."""
+    converts_layers: ClassVar[bool] = False
+    """Whether it lets layers compute in FP8."""
     kind: ClassVar[DistributedType | None] = None
     """Accelerate's word for how its processes work together; None: that for their devices."""
     plugin: Any = None
@@ -69,6 +71,10 @@ class Strategy(ABC):
                 f"{type(self).__name__} already belongs to another Trainer or Accelerator. Make a new one for each."
             )
         self.process, self.precision, self.gradient_state = process, precision, gradient_state
+
+    def choose_device(self, process: ProcessState) -> torch.device:
+        """Where this process will compute; called once, before `attach`. Local."""
+        return process.device
 
     def select_plugin(self, plugin: Any) -> None:
         """Use another of `plugins`, before a model is set up. Local.
@@ -123,6 +129,10 @@ class Strategy(ABC):
         """
         return None
 
+    def place(self, model: nn.Module) -> None:
+        """Move a model that is only evaluated to the device. Local."""
+        model.to(self.device)
+
     def building(self) -> AbstractContextManager[Any]:
         """A context in which a model is built that is set up later. Collective where processes keep parts of it."""
         return contextlib.nullcontext()
@@ -137,6 +147,21 @@ class Strategy(ABC):
     def shows_weights(self) -> bool:
         """Whether parameters have their values (this process's part, where they are sharded) between two passes."""
         return True
+
+    def weight_part(self, model: nn.Module, parameter: Tensor) -> Tensor:
+        """What this process has of a parameter's values between two steps, to read and to write: the parameter, unless
+        what is updated is kept elsewhere. Local.
+        """
+        return parameter
+
+    def show_parts(self, model: nn.Module) -> Callable[[], None]:
+        """Let the model compute with what was written into the `weight_part` of parameters. Collective where these are
+        kept elsewhere.
+
+        Returns:
+            What lets it compute with the former values again, once they are written back. Local.
+        """
+        return _do_nothing
 
     @abstractmethod
     def setup(
@@ -175,8 +200,8 @@ class Strategy(ABC):
         method: Callable[..., Any] = getattr(self.unwrap(model), name)
         return method
 
-    def pipelined_loss(self, model: Pipelined, batch: Any) -> Tensor:
-        """The mean loss of a batch that goes through the layers of a model one after another. Collective where
+    def pipelined_loss(self, model: Pipelined, batch: Any) -> Loss:
+        """The loss of a batch that goes through the layers of a model one after another. Collective where
         processes have different layers.
 
         Args:
@@ -322,6 +347,13 @@ class Strategy(ABC):
         """
         return True
 
+    @property
+    def can_go_back(self) -> bool:
+        """Whether a training can go back to a snapshot in memory: the weights that the model shows are those that the
+        optimizer steps on.
+        """
+        return True
+
     def nonfinite_weight(self, model: nn.Module) -> str | None:
         """The name of the first weight, of what this process has of them, that can't be right. Local."""
         return find_nonfinite_weight(self.unwrap(model))
@@ -375,5 +407,12 @@ class Strategy(ABC):
         """The model without what data parallelism and the compiler put around it. Nothing is changed. Local."""
         return unwrapped(model)
 
+    def restore_layers(self, model: nn.Module) -> None:
+        """Give a model the layers back that were converted in it, in place, with the weights of now. Local."""
+
     def teardown(self) -> None:
         """Free what `setup` took. Local."""
+
+
+def _do_nothing() -> None:
+    pass

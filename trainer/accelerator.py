@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..callbacks.profiling import ProfileKwargs, profiled
 from ..data.configuration import DataLoaderConfiguration
 from ..data.loader import PreparedLoader
 from ..distributed.errors import ConfigError, check_boolean
@@ -23,9 +24,9 @@ from ..strategies.fsdp_plugin import FullyShardedDataParallelPlugin
 from ..strategies.gradient_state import GradientAccumulationPlugin, GradientState
 from ..strategies.handlers import AutocastKwargs, Handlers, KwargsHandler
 from ..strategies.optimizer import GatedOptimizer
-from ..strategies.precision import Precision
+from ..strategies.precision import PrecisionLike
+from ..strategies.registry import StrategyLike, split_fp8
 from ..strategies.scheduler import GatedScheduler
-from ..strategies.strategy import Strategy
 from ..strategies.unscaling import unscale, unscale_for
 from .accelerator_state import AcceleratorState
 from .arguments import (
@@ -41,10 +42,10 @@ from .arguments import (
 from .checkpoint_methods import CheckpointMethods
 from .data_methods import DataMethods
 from .deepspeed_arguments import accumulation_of, find_deepspeed, precision_of
+from .fp8_arguments import join_fp8
 from .mesh_methods import MeshMethods, lay_out, read_parallelism_config, strategy_of
 from .preparation import Preparation
 from .process_readings import ProcessReadings
-from .profiling import ProfileKwargs, profiled
 from .project import ProjectConfiguration
 from .tracking_methods import LogWith, TrackingMethods
 
@@ -60,7 +61,7 @@ class Accelerator(ProcessReadings, DataMethods, MeshMethods, CheckpointMethods):
 
     Args:
         device_placement: move models and batches to the device.
-        mixed_precision: `"no"`, `"bf16"` or `"fp16"`.
+        mixed_precision: `"no"`, `"bf16"`, `"fp16"`, `"fp8"`, ..., as the Trainer's `precision`.
         gradient_accumulation_steps: micro-batches per optimizer step; 1 by default.
         cpu: stay on the CPU although there is an accelerator device.
         dataloader_config: how loaders are prepared.
@@ -90,7 +91,7 @@ class Accelerator(ProcessReadings, DataMethods, MeshMethods, CheckpointMethods):
         self,
         *,
         device_placement: bool = True,
-        mixed_precision: str | Precision | None = None,
+        mixed_precision: PrecisionLike | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
@@ -105,7 +106,7 @@ class Accelerator(ProcessReadings, DataMethods, MeshMethods, CheckpointMethods):
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None,
-        strategy: str | dict[str, Any] | Strategy = "auto",
+        strategy: StrategyLike = "auto",
         scale_scheduler_by_processes: bool = True,
         process: ProcessState | None = None,
         **others: Any,
@@ -116,6 +117,7 @@ class Accelerator(ProcessReadings, DataMethods, MeshMethods, CheckpointMethods):
         check_boolean("scale_scheduler_by_processes", scale_scheduler_by_processes)
         check_boolean("cpu", bool(cpu) if cpu is None else cpu)
         plugin = read_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
+        strategy, fp8 = split_fp8(strategy)
         deepspeed = find_deepspeed(strategy, deepspeed_plugin, deepspeed_plugins)
         if deepspeed is not None:
             plugin = accumulation_of(deepspeed, plugin, gradient_accumulation_steps)
@@ -129,9 +131,11 @@ class Accelerator(ProcessReadings, DataMethods, MeshMethods, CheckpointMethods):
         self.rng_types = read_rng_types(rng_types)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.gradient_state = GradientState(plugin)
-        self.precision = read_precision(mixed_precision, self.device, self.handlers)
         config = read_parallelism_config(parallelism_config, self.process)
         self.strategy = read_strategy(strategy_of(strategy, config), self.process, self.handlers, fsdp_plugin)
+        self.process.device = self.strategy.choose_device(self.process)
+        self.precision = read_precision(mixed_precision, self.device, self.handlers)
+        self.strategy = join_fp8(self.strategy, fp8, self.precision, self.handlers)
         self.state = AcceleratorState(self.precision, process=self.process, strategy=self.strategy)
         """The process, the precision and the plugins in one object, as Accelerate has it."""
         self.strategy.attach(self.process, self.precision, self.gradient_state)
@@ -332,7 +336,7 @@ class Accelerator(ProcessReadings, DataMethods, MeshMethods, CheckpointMethods):
 
     @property
     def mixed_precision(self) -> str:
-        """`"no"`, `"bf16"` or `"fp16"`."""
+        """`"no"`, `"bf16"`, `"fp16"`, `"fp8"`, `"bf16-true"` or `"fp16-true"`."""
         return self.precision.name
 
     @property

@@ -25,8 +25,8 @@ from ..strategies.handlers import (
     Handlers,
     InitProcessGroupKwargs,
 )
-from ..strategies.precision import PRECISIONS, MixedPrecision, Precision, create_precision
-from ..strategies.registry import AUTO, DDP, FSDP, StrategyLike, create_strategy
+from ..strategies.precision import PRECISIONS, MixedPrecision, Precision, PrecisionLike, create_precision
+from ..strategies.registry import AUTO, DDP, FSDP, XLA, StrategyLike, create_strategy
 from ..strategies.strategy import Strategy
 from .project import ProjectConfiguration
 
@@ -119,6 +119,8 @@ def read_strategy(
     plugin = _find_fsdp(spec, fsdp_plugin, process.is_main_process)
     if plugin is not None:
         return _from_plugin(plugin, process, handler)
+    if spec == AUTO and read_flag("USE_XLA"):
+        return create_strategy(XLA, num_processes)
     if spec == DDP or (spec == AUTO and num_processes > 1):
         return DDPStrategy.from_handler(handler)
     if not isinstance(spec, str) and handler != DistributedDataParallelKwargs():
@@ -207,11 +209,11 @@ def read_accumulation(num_steps: int | None, plugin: GradientAccumulationPlugin 
     )
 
 
-def read_precision(name: str | Precision | None, device: torch.device, handlers: Handlers) -> Precision:
+def read_precision(name: PrecisionLike | None, device: torch.device, handlers: Handlers) -> Precision:
     """The number formats of a step.
 
     Raises:
-        ConfigError: the word is unknown, or the device can't compute in that format.
+        ConfigError: the word or an option is unknown, or the device can't compute in that format.
     """
     if name is None and (found := read_variable("MIXED_PRECISION")) is not None:
         name = found[1]

@@ -8,7 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from ..distributed.errors import ConfigError, suggest
 from .sealed import preserved_modes
+
+MATMUL_PRECISIONS = ("highest", "high", "medium")
 
 
 @contextmanager
@@ -49,3 +52,27 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     finally:
         if enabled:
             torch.use_deterministic_algorithms(before, warn_only=warns_only)
+
+
+def check_matmul_precision(value: object) -> None:
+    """Refuse what is no precision of products of fp32 numbers.
+
+    Raises:
+        ConfigError: says what is accepted.
+    """
+    if value is not None and value not in MATMUL_PRECISIONS:
+        raise ConfigError(f"matmul_precision={value!r} is unknown. {suggest(value, MATMUL_PRECISIONS)}")
+
+
+@contextmanager
+def float32_products(precision: str | None) -> Iterator[None]:
+    """Multiply fp32 matrices in this precision inside, None: as torch is set; afterwards as before."""
+    if precision is None:  # torch 2.9 warns of reading what it is
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

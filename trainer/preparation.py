@@ -119,6 +119,7 @@ class Preparation:
             return _add(self.optimizers, optimizer)
         if self._place(place):
             move_optimizer_state(optimizer)
+        self.strategy.precision.prepare_optimizer(optimizer)
         return _add(self.optimizers, GatedOptimizer(optimizer, self.strategy))
 
     def scheduler(self, scheduler: Any) -> GatedScheduler:
@@ -225,6 +226,11 @@ class Preparation:
         if self.strategy.process.num_processes == 1:
             return []
         found = [torch.default_generator] if "torch" in self._rng_types else []
+        if device.type == "xla" and device.type in self._rng_types:
+            raise ConfigError(
+                "rng_types holds 'xla', whose random state is one number and no generator. Leave it out, and call "
+                "synchronize_rng_states(['xla']) where processes are to agree on it."
+            )
         if device.type in self._rng_types:
             found.append(torch.get_device_module(device).default_generators[device.index or 0])
         return found
@@ -251,12 +257,13 @@ class Preparation:
     def _set_up(
         self, model: nn.Module, optimizers: list[Optimizer], place: bool, evaluates: bool = False
     ) -> tuple[nn.Module, list[Optimizer]]:
+        self.strategy.precision.prepare_model(model)
         if self._context is not None:
-            wrap_forward(model, self._context)
+            wrap_forward(model, self._context, self.strategy.precision.convert_inputs)
         is_dispatched = is_spread(model)
         if evaluates:
             if place and not is_dispatched:
-                model.to(self.strategy.device)
+                self.strategy.place(model)
         elif self.strategy.process.num_processes > 1 and not isinstance(model, DistributedDataParallel):
             if not (place or is_dispatched):
                 _check_placed(model, self.strategy.device)

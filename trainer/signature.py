@@ -32,7 +32,7 @@ def bind_step(
 
     def in_autocast(batch: Any, index: int) -> Any:
         with precision.autocast():
-            return called(batch, index)
+            return called(precision.convert_inputs(batch), index)
 
     return in_autocast
 

@@ -54,9 +54,12 @@ class StateMethods:
 
         Args:
             model: prepared or not.
-            keep_fp32_wrapper: keep its forward in mixed precision. False gives the model its own back, in place.
+            keep_fp32_wrapper: keep its forward in mixed precision, and layers in FP8. False gives the model its own
+                back, in place.
             keep_torch_compile: keep the wrapper of `torch.compile`.
         """
+        if not keep_fp32_wrapper:
+            self.strategy.restore_layers(model)
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)  # type: ignore[no-any-return]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:

@@ -81,8 +81,10 @@ class Task(nn.Module):
         found: Tensor = batch[0] if isinstance(batch, (tuple, list)) else batch
         return found
 
-    def pipeline_loss(self, output: Tensor, batch: Any) -> Tensor:
-        """The mean loss of a batch, or of some of its samples, from what the last of these layers gave: a scalar."""
+    def pipeline_loss(self, output: Tensor, batch: Any) -> Tensor | tuple[Tensor, Any]:
+        """The loss of a batch, or of some of its samples, from what the last of these layers gave: the mean, a scalar;
+        or `(loss_sum, count)`.
+        """
         raise self._missing("pipeline_loss", "run_pipeline")
 
     def train_dataloader(self) -> Any:
@@ -157,10 +159,10 @@ class Task(nn.Module):
         for name, value in metrics.items():
             self.log(name, value, **options)
 
-    def run_pipeline(self, batch: Any) -> Tensor:
-        """The mean loss of a batch that goes through `pipeline_layers` to `pipeline_loss`: what `training_step` returns
-        and validation logs, under every strategy. With `strategy="pipeline"` the layers are in several processes, all
-        of which get the same value. Collective there.
+    def run_pipeline(self, batch: Any) -> Any:
+        """The loss of a batch that goes through `pipeline_layers` to `pipeline_loss`, as the latter gives it: what
+        `training_step` returns and validation logs, under every strategy. With `strategy="pipeline"` the layers are in
+        several processes, all of which get the same value. Collective there.
         """
         if self._trainer is None:
             return whole_loss(self, batch)

@@ -14,7 +14,7 @@ from ..distributed.environment import read_flag
 from ..distributed.errors import ConfigError, check_integer
 from ..distributed.launched import Place
 from ..distributed.slots import group_timeout
-from ..strategies.registry import AUTO, SINGLE, StrategyLike
+from ..strategies.registry import AUTO, SINGLE, StrategyLike, split_fp8
 from ..strategies.strategy import Strategy
 
 
@@ -99,7 +99,10 @@ def _check_launched(place: Place, wanted: int | None, num_nodes: int) -> None:
 def _takes_several(strategy: StrategyLike) -> bool:
     if isinstance(strategy, Strategy):
         return strategy.takes_several
-    word = strategy.get("name") if isinstance(strategy, Mapping) else strategy
+    inner, _ = split_fp8(strategy)
+    if isinstance(inner, Strategy):
+        return inner.takes_several
+    word = inner.get("name") if isinstance(inner, Mapping) else inner
     return word not in (AUTO, SINGLE)
 
 

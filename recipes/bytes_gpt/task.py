@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
-from loopwright import Task
+from loopwright import Task, create_optimizer
 
 from .data import IGNORED
 from .model import BytesModel
@@ -29,6 +28,7 @@ class BytesGPT(Task):
         learning_rate: the highest rate of AdamW.
         warmup_steps: optimizer steps in which the rate rises to it.
         total_steps: optimizer steps after which the rate has fallen to a tenth, on a cosine.
+        optimizer: its name: AdamW, or one that takes the same settings, such as `adamw8bit`.
     """
 
     def __init__(
@@ -40,12 +40,14 @@ class BytesGPT(Task):
         learning_rate: float = 4e-3,
         warmup_steps: int = 50,
         total_steps: int = 800,
+        optimizer: str = "adamw",
     ) -> None:
         super().__init__()
         self.model = BytesModel(width=width, num_layers=num_layers, num_heads=num_heads, context=context)
         self.learning_rate = learning_rate
         self.warmup_steps = warmup_steps
         self.total_steps = total_steps
+        self.optimizer = optimizer
 
     def training_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
         """The sum of the losses of all bytes and their number, so that each byte weighs the same."""
@@ -59,8 +61,9 @@ class BytesGPT(Task):
         self.log("val/bits_per_byte", (loss_sum / math.log(2), count), progress_bar=True)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW, with a linear rise and a cosine fall per optimizer step."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+        """The optimizer, with a linear rise and a cosine fall per optimizer step."""
+        settings = {"lr": self.learning_rate, "betas": (0.9, 0.95), "weight_decay": 0.1}
+        optimizer = create_optimizer(self.optimizer, self.parameters(), **settings)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": LambdaLR(optimizer, self._rate), "interval": "step"},

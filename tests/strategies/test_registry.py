@@ -84,7 +84,7 @@ def test_a_word_that_is_taken(word: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("singel", r"'singel' is unknown\. Did you mean 'single'\? Accepted: auto, ddp, deepspeed, fsdp, pipeline, s"),
+        ("singel", r"'singel' is unknown\. Did you mean 'single'\? Accepted: auto, ddp, deepspeed, fp8, fsdp, pip"),
         ("mine.Fast", r"strategy='mine\.Fast' is unknown\. .* write \{class_path: mine\.Fast\}"),
         ({"nome": "single"}, r"strategy=\{'nome': 'single'\} has no 'name'"),
         (3, r"strategy=3\. Expected a word, a mapping with 'name', or a Strategy object"),
