@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 __all__ = [  # noqa: RUF022 - in the order of `sorted`, as a test wants it
+    "AORecipeKwargs",
     "Accelerator",
     "AcceleratorState",
     "AutocastKwargs",
@@ -35,6 +36,8 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`, as a test wants it
     "EMA",
     "EarlyStopping",
     "EndEpoch",
+    "EventTimer",
+    "FP8Strategy",
     "FSDPStrategy",
     "FullyShardedDataParallelPlugin",
     "GarbageCollection",
@@ -52,6 +55,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`, as a test wants it
     "LoggerType",
     "LoopwrightError",
     "MLflowTracker",
+    "MSAMPRecipeKwargs",
     "MemoryTracker",
     "MetricError",
     "MissingDependencyError",
@@ -68,8 +72,10 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`, as a test wants it
     "Presharded",
     "ProcessState",
     "ProfileKwargs",
+    "Profiler",
     "ProgressBar",
     "ProjectConfiguration",
+    "RollBack",
     "RunState",
     "SWA",
     "ShapeMismatchError",
@@ -77,7 +83,9 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`, as a test wants it
     "SkipBatch",
     "StepOutcome",
     "StopRun",
+    "StragglerMonitor",
     "Strategy",
+    "TERecipeKwargs",
     "Task",
     "TaskError",
     "TensorBoardTracker",
@@ -87,6 +95,8 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`, as a test wants it
     "TrackerError",
     "Trainer",
     "WandbTracker",
+    "XLAStrategy",
+    "create_optimizer",
     "debug_launcher",
     "find_executable_batch_size",
     "get_logger",
@@ -106,14 +116,19 @@ _NAMES_OF_MODULE = {
     "callbacks.checkpoint": ("ModelCheckpoint",),
     "callbacks.early_stopping": ("EarlyStopping",),
     "callbacks.ema": ("EMA",),
+    "callbacks.event_timer": ("EventTimer",),
     "callbacks.garbage": ("GarbageCollection",),
     "callbacks.gradients": ("GradientMonitor",),
     "callbacks.intervals": ("Duration", "Interval"),
     "callbacks.learning_rate": ("LearningRateMonitor",),
     "callbacks.nan_guard": ("NaNGuard",),
     "callbacks.preemption": ("Preemption",),
+    "callbacks.profiler": ("Profiler",),
+    "callbacks.profiling": ("ProfileKwargs",),
     "callbacks.progress": ("ProgressBar",),
+    "callbacks.roll_back": ("RollBack",),
     "callbacks.state": ("RunState",),
+    "callbacks.stragglers": ("StragglerMonitor",),
     "callbacks.summary": ("ModelSummary",),
     "callbacks.swa": ("SWA",),
     "callbacks.throughput": ("ThroughputMonitor",),
@@ -151,6 +166,8 @@ _NAMES_OF_MODULE = {
     "strategies.ddp": ("DDPStrategy",),
     "strategies.deepspeed": ("DeepSpeedStrategy",),
     "strategies.deepspeed_plugin": ("DeepSpeedPlugin",),
+    "strategies.fp8": ("FP8Strategy",),
+    "strategies.fp8_recipes": ("AORecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs"),
     "strategies.fsdp": ("FSDPStrategy",),
     "strategies.fsdp_plugin": ("FullyShardedDataParallelPlugin",),
     "strategies.gradient_state": ("GradientAccumulationPlugin", "GradientState"),
@@ -161,11 +178,13 @@ _NAMES_OF_MODULE = {
         "InitProcessGroupKwargs",
     ),
     "strategies.local_sgd": ("LocalSGD",),
+    "strategies.named_optimizers": ("create_optimizer",),
     "strategies.outcome": ("StepOutcome",),
     "strategies.pipeline": ("PipelineStrategy",),
     "strategies.registry": ("register_strategy",),
     "strategies.single": ("SingleDeviceStrategy",),
     "strategies.strategy": ("Strategy",),
+    "strategies.xla": ("XLAStrategy",),
     "trackers.csv": ("CSVTracker",),
     "trackers.jsonl": ("JSONLTracker",),
     "trackers.kinds": ("LoggerType",),
@@ -178,7 +197,6 @@ _NAMES_OF_MODULE = {
     "trainer.accelerator": ("Accelerator",),
     "trainer.accelerator_state": ("AcceleratorState",),
     "trainer.plan_report": ("Plan",),
-    "trainer.profiling": ("ProfileKwargs",),
     "trainer.project": ("ProjectConfiguration",),
     "trainer.task": ("Task",),
     "trainer.trainer": ("Trainer",),
@@ -190,14 +208,19 @@ if TYPE_CHECKING:
     from .callbacks.checkpoint import ModelCheckpoint
     from .callbacks.early_stopping import EarlyStopping
     from .callbacks.ema import EMA
+    from .callbacks.event_timer import EventTimer
     from .callbacks.garbage import GarbageCollection
     from .callbacks.gradients import GradientMonitor
     from .callbacks.intervals import Duration, Interval
     from .callbacks.learning_rate import LearningRateMonitor
     from .callbacks.nan_guard import NaNGuard
     from .callbacks.preemption import Preemption
+    from .callbacks.profiler import Profiler
+    from .callbacks.profiling import ProfileKwargs
     from .callbacks.progress import ProgressBar
+    from .callbacks.roll_back import RollBack
     from .callbacks.state import RunState
+    from .callbacks.stragglers import StragglerMonitor
     from .callbacks.summary import ModelSummary
     from .callbacks.swa import SWA
     from .callbacks.throughput import ThroughputMonitor
@@ -235,6 +258,8 @@ if TYPE_CHECKING:
     from .strategies.ddp import DDPStrategy
     from .strategies.deepspeed import DeepSpeedStrategy
     from .strategies.deepspeed_plugin import DeepSpeedPlugin
+    from .strategies.fp8 import FP8Strategy
+    from .strategies.fp8_recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from .strategies.fsdp import FSDPStrategy
     from .strategies.fsdp_plugin import FullyShardedDataParallelPlugin
     from .strategies.gradient_state import GradientAccumulationPlugin, GradientState
@@ -245,11 +270,13 @@ if TYPE_CHECKING:
         InitProcessGroupKwargs,
     )
     from .strategies.local_sgd import LocalSGD
+    from .strategies.named_optimizers import create_optimizer
     from .strategies.outcome import StepOutcome
     from .strategies.pipeline import PipelineStrategy
     from .strategies.registry import register_strategy
     from .strategies.single import SingleDeviceStrategy
     from .strategies.strategy import Strategy
+    from .strategies.xla import XLAStrategy
     from .trackers.csv import CSVTracker
     from .trackers.jsonl import JSONLTracker
     from .trackers.kinds import LoggerType
@@ -262,7 +289,6 @@ if TYPE_CHECKING:
     from .trainer.accelerator import Accelerator
     from .trainer.accelerator_state import AcceleratorState
     from .trainer.plan_report import Plan
-    from .trainer.profiling import ProfileKwargs
     from .trainer.project import ProjectConfiguration
     from .trainer.task import Task
     from .trainer.trainer import Trainer

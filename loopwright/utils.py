@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .callbacks.profiling import ProfileKwargs
 from .cli.launch_config import write_basic_config
 from .data.configuration import DataLoaderConfiguration
 from .data.sizes import find_batch_size
@@ -53,6 +54,7 @@ from .strategies.communication import DDPCommunicationHookType
 from .strategies.deepspeed_dummies import DummyOptim, DummyScheduler
 from .strategies.deepspeed_plugin import DeepSpeedPlugin, HfDeepSpeedConfig
 from .strategies.forward import extract_model_from_parallel, is_compiled_module
+from .strategies.fp8_recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from .strategies.fsdp_plugin import FullyShardedDataParallelPlugin
 from .strategies.gradient_state import GradientAccumulationPlugin
 from .strategies.handlers import (
@@ -63,10 +65,10 @@ from .strategies.handlers import (
     KwargsHandler,
 )
 from .trackers.kinds import LoggerType
-from .trainer.profiling import ProfileKwargs
 from .trainer.project import ProjectConfiguration
 
 __all__ = [
+    "AORecipeKwargs",
     "AutocastKwargs",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
@@ -82,10 +84,12 @@ __all__ = [
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "LoggerType",
+    "MSAMPRecipeKwargs",
     "ParallelismConfig",
     "PartialState",
     "ProfileKwargs",
     "ProjectConfiguration",
+    "TERecipeKwargs",
     "TorchContextParallelConfig",
     "TorchTensorParallelConfig",
     "broadcast",

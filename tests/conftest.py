@@ -177,7 +177,7 @@ class Processes:
         self._pool = pool
         self._folder = folder
 
-    def __call__(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def __call__(self, function: Callable[..., Any], *args: Any, timeout: float = 110.0) -> list[Any]:
         """Call it with the same arguments in each. Returns what they gave, process 0 first."""
         results: list[Any] = self._pool.run(function, *args, folder=self._folder, timeout=timeout)
         return results
@@ -213,6 +213,12 @@ def two_processes(worker_pools: Callable[[int], Any], working_folder: Path) -> P
 def three_processes(worker_pools: Callable[[int], Any], working_folder: Path) -> Processes:
     """Three processes of one gloo group."""
     return Processes(worker_pools(3), working_folder)
+
+
+@pytest.fixture
+def four_processes(worker_pools: Callable[[int], Any], working_folder: Path) -> Processes:
+    """Four processes of one gloo group."""
+    return Processes(worker_pools(4), working_folder)
 
 
 @pytest.fixture(autouse=True)

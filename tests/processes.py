@@ -45,7 +45,7 @@ class WorkerPool:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, folder: Path, timeout: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, folder: Path, timeout: float = 110.0) -> list[Any]:
         """Call a function with the same arguments in each process. Returns what they gave, process 0 first.
 
         Raises:
