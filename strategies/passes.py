@@ -93,6 +93,8 @@ class Passes:
         """The newest call, however it ended."""
         self._learned: set[str] = set()
         """Methods whose passes all processes know."""
+        # Told of from inside of what is compiled, a first pass would be compiled in pieces, and once more without them.
+        self._tells = all(module._compiled_call_impl is None for module in entry.modules())
         self._rounds = Rounds()
         self._units = [*owned]
         self._numbers = {unit: number for number, unit in enumerate(owned)}
@@ -109,7 +111,7 @@ class Passes:
         self._stack, self._is_training = [], torch.is_grad_enabled()
         self._used.clear()
         entry.__dict__["anchors_on"] = self._device if self._is_training else None
-        tells = () if name in self._learned else self._tell_units()
+        tells = () if self._is_known(name) else self._tell_units()
         try:
             outputs, self._anchor = entry(name, *args, **kwargs)
         finally:
@@ -147,7 +149,7 @@ class Passes:
             raise
         if not self._reached:
             self._make_inner_empty(name)
-        elif name not in self._learned:
+        elif not self._is_known(name):
             self._end_evaluation(name)
         return outputs
 
@@ -161,7 +163,7 @@ class Passes:
     def before_backward(self, loss: Tensor) -> None:
         """Tell processes that have none of what backward comes to, unless they know. Collective in the first passes."""
         name = self._open_name
-        if self._open is not None and name not in self._learned:
+        if self._open is not None and not self._is_known(name):
             self._learned.add(name)
             self._rounds.hear(LOSS)
             self._rounds.share(self._reach_of(self._open, loss))
@@ -176,7 +178,7 @@ class Passes:
         """
         is_training = torch.is_grad_enabled()
         known, opened = self._known_call(name), self._open
-        if name not in self._learned:
+        if not self._is_known(name):
             loss = self._follow(name)
         elif opened is not None and opened.inner:
             assert known is not None
@@ -194,13 +196,17 @@ class Passes:
                 mask.remove()
         self._close()
 
+    def _is_known(self, name: str) -> bool:
+        """Whether all processes know the passes of a method, or have to do without."""
+        return name in self._learned or not self._tells
+
     def _known_call(self, name: str) -> Call | None:
         """A whole call of a method; of another one where it was not called yet."""
         return self._known.get(name) or next(iter(self._known.values()), None)
 
     def _make_inner_empty(self, name: str) -> None:
         """What an evaluation has to do whose method came to no unit inside."""
-        if name in self._learned:
+        if self._is_known(name):
             known = self._known_call(name)
             for inner in () if known is None else known.inner:
                 self._run_empty(inner, torch.zeros((), device=self._device))
@@ -212,8 +218,9 @@ class Passes:
 
     def _end_evaluation(self, name: str) -> None:
         """Make sure that other processes have come to the end of an evaluation's pass as well."""
-        if name in self._learned:
-            has_ended = self._newest.order() == self._known[name].order()
+        if self._is_known(name):
+            known = self._known.get(name)
+            has_ended = known is None or self._newest.order() == known.order()
         else:
             has_ended = self._rounds.hear(NOTHING) is NOTHING
             self._learn_evaluated(name, self._newest)
