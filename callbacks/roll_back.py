@@ -132,7 +132,9 @@ class RollBack(Callback):
         if self._window:
             self._unread.append(torch.stack([loss.float() for loss in self._window]).mean())
             self._window = []
-        is_last = state.batches_per_epoch is not None and state.batch >= state.batches_per_epoch
+        # Processes may have epochs of different lengths, of which none knows the others'.
+        is_alone = trainer.process.num_processes == 1
+        is_last = is_alone and state.batches_per_epoch is not None and state.batch >= state.batches_per_epoch
         if (state.step + state.skipped_steps) % self._every == 0 or is_last:
             self._look(trainer)
 

@@ -186,6 +186,10 @@ class XLAStrategy(Strategy):
             )
         return super().join(models)
 
+    @property
+    def can_go_back(self) -> bool:
+        return False
+
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         xla.sync()
         state: dict[str, Any] = on_host(self.unwrap(model).state_dict(keep_vars=True))

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from ..checkpoint.sharded import local_part
 from ..distributed.random import random_tree, restore_random_tree
 from . import states
 from .metric_state import log_tree, restore_log
@@ -64,11 +62,11 @@ def go_back_to(run: Run, training: Training, snapshot: Snapshot) -> None:
     Called at a step boundary of the same epoch. The snapshot can be gone back to again.
     """
     forget_gradients(run, training)
-    with torch.no_grad(), run.strategy.writing_weights(run.model):
-        own = run.strategy.model_state(run.model)
-        for name, saved in snapshot.weights.items():
-            if isinstance(saved, Tensor):
-                local_part(own[name]).copy_(local_part(saved))
+    # Loaded, and not written into `model_state`, which may be a copy: of converted layers, or on the host. Tensors are
+    # copied by that; other state would be the module's from now on.
+    weights = {name: each if isinstance(each, Tensor) else _copied(each) for name, each in snapshot.weights.items()}
+    with run.strategy.writing_weights(run.model):
+        run.strategy.unwrap(run.model).load_state_dict(weights)
     for name, value in snapshot.counters.items():
         setattr(run.state, name, value)
     states.restore_optimizers(run, training.optimizers, _copied(snapshot.optimizers))

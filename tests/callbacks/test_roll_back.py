@@ -126,6 +126,34 @@ def test_accumulation_and_the_averages_of_ema_go_back_as_well() -> None:
         torch.testing.assert_close(value, expected.averages[name], rtol=0, atol=0)
 
 
+class Counted(Net):
+    """Has state that is no tensor, which it changes in place."""
+
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__(lr)
+        self.seen = {"steps": 0}
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.seen
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen["steps"] += 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_state_that_is_no_tensor_goes_back_each_time() -> None:
+    task = Counted()
+    trainer = Trainer(
+        callbacks=[RollBack(every=1, snapshot_every=4)], max_epochs=1, seed=3, trackers=False, progress=False
+    )
+    with pytest.warns(UserWarning, match="Back to step 4"):
+        trainer.fit(task, batches(12, [5, 6], math.nan))
+    assert task.seen == {"steps": 9}  # of 12, the two that the first way back left out and the one of the second
+
+
 def test_it_goes_back_twice_to_one_snapshot() -> None:
     data = batches(20, [5, 6], math.nan)
     guard = RollBack(every=1, snapshot_every=4)
