@@ -122,11 +122,7 @@ class PackedContents:
 
     def tensor_files(self) -> Iterator[tuple[str, dict[str, Tensor], dict[str, str]]]:
         """Each file of tensors of trees and of parts, what is in it, and its metadata: the longest first."""
-        plain, marked = {"format": "pt"}, {"format": "pt", SAVE_KEY: self._save}
-        files = [(f"{name}{SUFFIX}", tree.tensors, plain) for name, tree in self.trees.items()]
-        files += [(part_file(name, self.process), own.tensors, marked) for name, own in self.parts.items()]
-        full = [file for file in files if file[1]]
-        yield from sorted(full, key=lambda file: size_bytes(file[1].values()), reverse=True)
+        yield from sorted(self._tensor_files(), key=lambda file: size_bytes(file[1].values()), reverse=True)
 
     def tensor_groups(self) -> list[dict[str, Tensor]]:
         """All tensors that will be written, one mapping per file. They may be replaced in place."""
@@ -135,8 +131,14 @@ class PackedContents:
 
     def file_names(self) -> list[str]:
         """The names of the files that this process will write."""
-        names = [*self.texts, *(name for name, _, _ in self.tensor_files())]
+        names = [*self.texts, *(name for name, _, _ in self._tensor_files())]
         return names + [name for files in self.weights.values() for name in files.names()]
+
+    def _tensor_files(self) -> list[tuple[str, dict[str, Tensor], dict[str, str]]]:
+        plain, marked = {"format": "pt"}, {"format": "pt", SAVE_KEY: self._save}
+        files = [(f"{name}{SUFFIX}", tree.tensors, plain) for name, tree in self.trees.items()]
+        files += [(part_file(name, self.process), own.tensors, marked) for name, own in self.parts.items()]
+        return [file for file in files if file[1]]
 
     def _add_shared_tree(self, name: str, value: Any, is_main: bool) -> None:
         is_sharded = holds_sharded(value)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ _ALIGNMENT = 16
 """The largest element of all number formats, in bytes."""
 
 
-class _Seen(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Seen:
     """A tensor of the tree, the JSON object that stands for it, and the bytes of its memory that it spans."""
 
     number: int
@@ -82,7 +84,7 @@ class TensorCollector:
         """The tensors to store by name. What one of them stands for is in the JSON objects."""
         stored: dict[str, Tensor] = {}
         for group in self._groups():
-            stored[group[0].name] = _store(group)
+            stored[group[0].name] = _store_alone(group[0]) if len(group) == 1 else _store(group)
         return {seen.name: stored[seen.name] for seen in self._seen if seen.name in stored}
 
     def _free(self, name: str) -> str:
@@ -97,22 +99,13 @@ class TensorCollector:
 
     def _groups(self) -> list[list[_Seen]]:
         """Those that lie in one piece of memory together, each in the tree's order."""
-        groups = [[seen] for seen in self._seen if seen.memory is None]
         by_memory: dict[object, list[_Seen]] = {}
         for seen in self._seen:
-            if seen.memory is not None:
-                by_memory.setdefault(seen.memory, []).append(seen)
+            by_memory.setdefault(seen if seen.memory is None else seen.memory, []).append(seen)
+        groups: list[list[_Seen]] = []
         for tensors in by_memory.values():
-            if len(tensors) == 1:
-                groups.append(tensors)
-                continue
-            end = -1
-            for seen in sorted(tensors, key=lambda each: each.begin):
-                if seen.begin > end:
-                    groups.append([])
-                groups[-1].append(seen)
-                end = max(end, seen.end)
-        return [sorted(group, key=lambda each: each.number) for group in groups]
+            groups += [tensors] if len(tensors) == 1 else _apart(tensors)
+        return groups
 
 
 class TensorRestorer:
@@ -158,6 +151,18 @@ class TensorRestorer:
         return found.read() if isinstance(found, StoredTensor) else found
 
 
+def _apart(tensors: list[_Seen]) -> list[list[_Seen]]:
+    """Those that overlap together, each in the tree's order."""
+    groups: list[list[_Seen]] = []
+    end = -1
+    for seen in sorted(tensors, key=lambda each: each.begin):
+        if seen.begin > end:
+            groups.append([])
+        groups[-1].append(seen)
+        end = max(end, seen.end)
+    return [sorted(group, key=lambda each: each.number) for group in groups]
+
+
 def _flat(memory: Tensor, dtype: torch.dtype) -> Tensor:
     flat = memory.reshape(-1)
     if flat.dtype == dtype:
@@ -171,24 +176,22 @@ def _place_of(tensor: Tensor) -> tuple[int, int, object]:
 
     None for the memory where there is none that could be looked at, or none that has its values.
     """
-    count = tensor.numel()
-    if not count or is_sharded(tensor):
+    if is_sharded(tensor) or not (size := tensor.nbytes):
         return 0, 0, None
-    size = tensor.element_size()
-    begin = int(tensor.storage_offset()) * size
+    begin = tensor.storage_offset() * tensor.itemsize
     if not tensor.is_contiguous():
-        count = 1 + sum((length - 1) * int(step) for length, step in zip(tensor.shape, tensor.stride(), strict=True))
-    has_none = tensor.is_conj() or tensor.is_neg() or tensor.device.type == "xla"  # where it can't be looked at
-    address = 0 if has_none else tensor.untyped_storage().data_ptr()
-    return begin, begin + count * size, (tensor.device, address) if address else None
+        last = sum((length - 1) * int(step) for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+        size = (1 + last) * tensor.itemsize
+    device = tensor.device
+    has_none = tensor.is_conj() or tensor.is_neg() or device.type == "xla"  # where it can't be looked at
+    address = 0 if has_none else tensor.data_ptr()
+    return begin, begin + size, (device, address - begin) if address else None
 
 
 def _store(group: list[_Seen]) -> Tensor:
     """What to store for tensors that lie together; fills their JSON objects."""
     for seen in group:
         seen.node["in"] = group[0].name
-    if len(group) == 1:
-        return _store_alone(group[0])
     tensor = group[0].tensor.detach()
     are_the_same = all(seen.layout == group[0].layout for seen in group)
     if are_the_same and tensor.dtype in _TYPED and tensor.is_contiguous():
@@ -197,6 +200,8 @@ def _store(group: list[_Seen]) -> Tensor:
 
 
 def _store_alone(seen: _Seen) -> Tensor:
+    """What to store for a tensor that shares its memory with none; fills its JSON object."""
+    seen.node["in"] = seen.name
     tensor = seen.tensor.detach()
     is_plain = tensor.dtype in _TYPED and tensor.is_contiguous()
     if is_plain or is_sharded(tensor):

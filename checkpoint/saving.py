@@ -30,6 +30,8 @@ from .tensor_file import write_tensors
 
 _logger = get_logger(__name__)
 _TIMEOUT_SECONDS = 1800.0
+_HEAD_START_SECONDS = 0.02
+"""How long a save in the background leaves the interpreter to training, which can begin its next step meanwhile."""
 _Folder = PartialFolder | str
 """Where all processes write: on the main process what can end it, elsewhere its path."""
 
@@ -100,10 +102,9 @@ class PendingSave:
 
     def _start(self, packed: PackedContents, facts: Facts, folder: _Folder, meeting: BackgroundMeeting) -> None:
         began = time.monotonic()
-        may_begin = threading.Event()
 
         def work() -> None:
-            may_begin.wait()  # a new thread would keep the interpreter for milliseconds that training waits for
+            time.sleep(_HEAD_START_SECONDS)
             try:
                 _write(self.path, packed, facts, folder, meeting)
             except CheckpointError as error:
@@ -118,10 +119,7 @@ class PendingSave:
                 meeting.close()
 
         self._thread = threading.Thread(target=work, name="loopwright-save")
-        try:
-            self._thread.start()
-        finally:
-            may_begin.set()
+        self._thread.start()
 
 
 def start_saving(

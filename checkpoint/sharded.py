@@ -15,6 +15,7 @@ from .boxes import boxes_of_range, index_of
 from .flat import FlatPart
 
 _LOOSE = (list, tuple, set, frozenset)
+_WHOLE = (Tensor, torch.nn.Parameter)
 
 
 class Part(NamedTuple):
@@ -28,7 +29,7 @@ class Part(NamedTuple):
 
 def is_sharded(value: object) -> bool:
     """Whether a value is a tensor of which each process holds a part. Local."""
-    return isinstance(value, _kinds())
+    return type(value) not in _WHOLE and isinstance(value, _kinds())
 
 
 def holds_sharded(value: object) -> bool:
