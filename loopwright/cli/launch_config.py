@@ -34,7 +34,7 @@ _SAME_NAME = (
     "num_cpu_threads_per_process", "max_restarts", "monitor_interval", "rdzv_conf", "role", "tee", "log_dir",
 )  # fmt: skip
 _FOR_OTHERS = (
-    "megatron_lm_config", "fp8_config", "mpirun_config", "dynamo_config", "dynamo_backend", "tpu_name", "tpu_zone",
+    "megatron_lm_config", "mpirun_config", "dynamo_config", "dynamo_backend", "tpu_name", "tpu_zone",
     "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env", "downcast_bf16",
     "main_training_function",
 )  # fmt: skip
@@ -63,7 +63,8 @@ class LaunchFile:
         """The sections that the file itself switches on."""
         by_type = _SECTION_OF_TYPE.get(self.distributed_type)
         by_itself = "parallelism_config" if "parallelism_config" in self.sections else None
-        return tuple(name for name in SECTIONS if name in (by_type, by_itself))
+        by_word = [name for name, section in SECTIONS.items() if section.word and section.is_on(self.options)]
+        return tuple(name for name in SECTIONS if name in (by_type, by_itself, *by_word))
 
     @property
     def is_for_xla(self) -> bool:
@@ -147,7 +148,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | os.Path
     """The launch file for this machine, written without questions; False where there is one, which stays. Local.
 
     Args:
-        mixed_precision: no, bf16 or fp16.
+        mixed_precision: no, bf16, fp16 or fp8.
         save_location: where; by default the file that `loopwright launch` reads by itself.
     Raises:
         ConfigError: the precision is another word.
@@ -210,7 +211,9 @@ def _section(keys: Mapping[str, Any], section: str, path: Path) -> dict[str, Any
     """The options of one section; those that say nothing are left out."""
     given = keys.get(section) or {}
     if not isinstance(given, dict):
-        raise ConfigError(f"{path}: {section} is not a mapping. Expected keys such as {list(SECTIONS[section])[1]}.")
+        raise ConfigError(
+            f"{path}: {section} is not a mapping. Expected keys such as {list(SECTIONS[section].table)[1]}."
+        )
     found = {}
     for key, value in given.items():
         name = _name_in(section, str(key), f"{path}: {section}.{key}")
@@ -223,8 +226,7 @@ def _section(keys: Mapping[str, Any], section: str, path: Path) -> dict[str, Any
 
 def _name_in(section: str, key: str, where: str) -> str:
     """The option that a key of a section means: by its own name, in another spelling, or without the prefix."""
-    table = SECTIONS[section]
-    prefix = next(iter(table)).removeprefix("use_") + "_"
+    table, prefix = SECTIONS[section].table, SECTIONS[section].prefix
     for spelling in (key, prefix + key):
         name = ALIASES.get(spelling, spelling)
         if name in table or (section == "deepspeed_config" and name == "gradient_accumulation_steps"):

@@ -11,7 +11,7 @@ from typing import Any
 from ..distributed.environment import PREFIXES, read_boolean
 from ..distributed.errors import ConfigError
 from .launch_config import LaunchFile, find_default, read_launch_file
-from .launch_tables import OPTIONS, SECTIONS, SWITCHES, section_of
+from .launch_tables import OPTIONS, SECTIONS, section_of
 
 _KINDS = ("multi_gpu", "use_fsdp", "use_deepspeed", "tpu")
 """Options that say how a model is spread over the processes; one of them at most."""
@@ -37,7 +37,7 @@ def merged_options(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("multi_gpu") or given.get("tpu"):
         from_file.pop("cpu", None)
     options = {**{name: value for name, value in from_file.items() if not is_set(name)}, **given}
-    options |= {SWITCHES[section]: True for section in sections}
+    options |= {SECTIONS[section].switch: SECTIONS[section].word or True for section in sections}
     options |= {name: False for name in _KINDS[1:] if kinds and name not in kinds and is_set(name)}
     if file.is_for_xla and not (kinds or options.get("cpu") or is_set("tpu")):
         options["tpu"] = True
@@ -90,30 +90,36 @@ def _sections(file: LaunchFile, given: Mapping[str, Any], kinds: Sequence[str]) 
     Raises:
         ConfigError: an option belongs to a section that is not switched on.
     """
-    by_flag = {section for section, switch in SWITCHES.items() if given.get(switch)}
-    by_file = {section for section in file.chosen if given.get(SWITCHES[section]) is not False}
-    by_variable = {
-        section
-        for section, switch in SWITCHES.items()
-        if switch not in given and any(read_boolean(text) for text in _texts(switch))
-    }
-    others = by_file | by_variable
-    if kinds:
-        others &= set() if "multi_gpu" in kinds else {"parallelism_config"}
-    found = [section for section in SECTIONS if section in by_flag | others]
+    found = [name for name in SECTIONS if _is_on(name, file, given, kinds)]
     for name in given:
         section = section_of(name)
-        if section is not None and section not in found and name != SWITCHES[section]:
-            raise ConfigError(f"--{name} belongs to --{SWITCHES[section]}, which is not given. Give both, or none.")
+        if section is not None and section not in found and name != SECTIONS[section].switch:
+            shown = SECTIONS[section].shown()
+            raise ConfigError(f"--{name} belongs to {shown}, which is not given. Give both, or none.")
     return found
 
 
+def _is_on(name: str, file: LaunchFile, given: Mapping[str, Any], kinds: Sequence[str]) -> bool:
+    """Whether a section counts: the command line says it, else a variable, else the file."""
+    section = SECTIONS[name]
+    if section.switch in given:
+        return section.is_on(given)
+    if kinds and not section.word and (name != "parallelism_config" or "multi_gpu" in kinds):
+        return False  # the command line has said how the model is spread
+    texts = [text.strip().lower() for text in _texts(section.switch) if text.strip()]
+    if section.word and texts:
+        return section.word in texts
+    return any(map(read_boolean, texts)) or name in file.chosen
+
+
 def _texts(name: str) -> list[str]:
-    """What the environment sets an option to, by each of the names that its variable has."""
-    variable = OPTIONS[name].variable
-    bare = next((variable.removeprefix(prefix) for prefix in PREFIXES if variable.startswith(prefix)), None)
-    names = [variable] if bare is None else [prefix + bare for prefix in PREFIXES]
-    return [os.environ[each] for each in names if each in os.environ]
+    """What the environment sets an option to, by each of the names that its variables have."""
+    found = []
+    for variable in (OPTIONS[name].variable, *OPTIONS[name].parts):
+        bare = next((variable.removeprefix(prefix) for prefix in PREFIXES if variable.startswith(prefix)), None)
+        names = [variable] if bare is None else [prefix + bare for prefix in PREFIXES]
+        found += [os.environ[each] for each in names if each in os.environ]
+    return found
 
 
 def _deepspeed_fields(file: LaunchFile, given: Mapping[str, Any]) -> list[str]:
@@ -127,7 +133,7 @@ def _check_unused_sections(file: LaunchFile, sections: Iterable[str]) -> None:
     """Say which sections of the file don't count. Accelerate's files hold those of other types as well."""
     unused = [section for section in file.sections if section not in sections]
     if unused:
-        switches = ", ".join(f"--{SWITCHES[section]}" for section in unused)
+        switches = ", ".join(SECTIONS[section].shown() for section in unused)
         note(f"{file.path}: {', '.join(unused)} is not used: it belongs to {switches}.")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..distributed.environment import read_boolean
 from ..distributed.errors import ConfigError, suggest
-from .launch_tables import COMMON, DEEPSPEED, FSDP, MESH, OPTIONS, section_of
+from .launch_tables import COMMON, DEEPSPEED, FP8, FSDP, MESH, OPTIONS, section_of
 
 ALIASES = {
     "m": "module",
@@ -21,14 +21,16 @@ ALIASES = {
     "accumulate": "gradient_accumulation_steps",
     "use_cpu": "cpu",
     "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
+    "fp8_amax_history_length": "fp8_amax_history_len",
+    "fp8_amax_compute_algorithm": "fp8_amax_compute_algo",
+    "fp8_optimization_level": "fp8_opt_level",
 }
-"""Other spellings: short ones, torchrun's, and those of our own."""
+"""Other spellings: short ones, torchrun's, those of launch files, and those of our own."""
 
 _COMPILE = "Compile the model in the script: torch.compile(model, backend=...), or Trainer(compile=True)."
 _ABSENT_PREFIXES = {
     "use_megatron_lm": "Megatron-LM is not available.",
     "megatron_lm_": "Megatron-LM is not available.",
-    "fp8_": "fp8 is not available in this version.",
     "dynamo_": _COMPILE,
     "tpu_": "A pod is not reached from here: start the same command on each of its machines, with --tpu.",
     "no_tpu_cluster": "Leave it out: each machine of a pod runs this command itself, with --tpu.",
@@ -117,8 +119,10 @@ def convert(name: str, value: object, where: str) -> Any:
             text = str(claim)
         word = {word.lower(): word for word in option.words}.get(text.lower())
         if word is None:
-            raise ConfigError(f"{where}: got {value!r}. {suggest(text, option.words)}{_remedy(text)}")
+            raise ConfigError(f"{where}: got {value!r}. {suggest(text, option.words)}")
         return option.kind(word)
+    if option.parts:
+        return _convert_parts(text, len(option.parts), where)
     if option.kind is str:
         return text
     try:
@@ -136,7 +140,7 @@ def absent(name: str) -> str | None:
 def options_help(*, is_for_scripts: bool) -> str:
     """The lines of the help, one per option."""
     lines = []
-    for title, table in (("", COMMON), ("FSDP", FSDP), ("DeepSpeed", DEEPSPEED), ("a mesh", MESH)):
+    for title, table in (("", COMMON), ("FSDP", FSDP), ("DeepSpeed", DEEPSPEED), ("a mesh", MESH), ("FP8", FP8)):
         shown = {name: option for name, option in table.items() if is_for_scripts or not option.is_for_scripts}
         width = 4 + max((len(name) for name in shown), default=0)
         lines += [f"\n{title}:"] if title and shown else []
@@ -163,6 +167,13 @@ def _take(name: str, value: str | None, rest: list[str]) -> Any:
     return convert(name, value, f"--{name}")
 
 
+def _convert_parts(text: str, count: int, where: str) -> str:
+    claims = [read_boolean(part.strip()) for part in text.strip("()[]").split(",")]
+    if len(claims) != count or None in claims:
+        raise ConfigError(f"{where}: got {text!r}. Expected {count} words, true or false, with commas between them.")
+    return ",".join(str(claim).lower() for claim in claims)
+
+
 def _unknown(spelling: str, name: str) -> str:
     if (remedy := absent(name)) is not None:
         return f"{spelling}: {remedy}"
@@ -171,7 +182,3 @@ def _unknown(spelling: str, name: str) -> str:
         f"{spelling} is not known. {near} `loopwright launch --help` lists the options; those of the script stand "
         "behind its name."
     ).replace("  ", " ")
-
-
-def _remedy(word: str) -> str:
-    return " fp8 is not available in this version." if word.lower() == "fp8" else ""

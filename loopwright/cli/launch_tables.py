@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..distributed.environment import PREFIXES
 from ..distributed.parallelism import ROTATIONS
@@ -26,6 +27,8 @@ class Option:
     """Whether it means something for `launch` alone, and not for the commands that run a file."""
     variable: str = ""
     """The variable by which it reaches the script; none: it is for the launcher."""
+    parts: tuple[str, ...] = ()
+    """In place of `variable`: the variables for its parts, which are true or false, with commas between them."""
     is_switch: bool = True
     """Whether a bool is true by itself; False: its value follows it."""
 
@@ -60,7 +63,7 @@ COMMON: Mapping[str, Option] = {
     "tpu": Option(bool, "an Accelerator uses torch_xla, on TPUs or what PJRT_DEVICE says", (), True, f"{OURS}USE_XLA"),
     "gpu_ids": Option(str, "the devices that are used, such as 0,2; or all"),
     "mixed_precision": Option(
-        str, "the number format of an Accelerator", ("no", "bf16", "fp16"), True, f"{OURS}MIXED_PRECISION"
+        str, "the number format of an Accelerator", ("no", "bf16", "fp16", "fp8"), True, f"{OURS}MIXED_PRECISION"
     ),
     "gradient_accumulation_steps": Option(
         int,
@@ -165,21 +168,64 @@ MESH: Mapping[str, Option] = {
     "parallelism_config_sp_seq_length_is_variable": _claim(f"{_MESH}SP_SEQ_LENGTH_IS_VARIABLE", "whether it varies"),
     "parallelism_config_sp_attn_implementation": _text(f"{_MESH}SP_ATTN_IMPLEMENTATION", "transformers' word"),
 }
-SECTIONS: Mapping[str, Mapping[str, Option]] = {
-    "fsdp_config": FSDP,
-    "deepspeed_config": DEEPSPEED,
-    "parallelism_config": MESH,
+_FP8 = f"{ACCELERATES}FP8_"
+FP8: Mapping[str, Option] = {
+    "fp8_backend": _text(f"{_FP8}BACKEND", "torchao, Transformer Engine or MS-AMP", ("ao", "te", "msamp")),
+    "fp8_enable_fsdp_float8_all_gather": _claim(f"{_FP8}ENABLE_FSDP_FLOAT8_ALL_GATHER", "ao: gather weights in FP8"),
+    "fp8_pad_inner_dim": _claim(f"{_FP8}PAD_INNER_DIM", "ao: fill dimensions up to multiples of 16"),
+    "fp8_use_autocast_during_eval": Option(
+        bool, "te: compute in FP8 in evaluations too", (), True, f"{_FP8}USE_AUTOCAST_DURING_EVAL"
+    ),
+    "fp8_margin": _number(f"{_FP8}MARGIN", "te: powers of two that its scaling leaves free"),
+    "fp8_interval": _number(f"{_FP8}INTERVAL", "te: after how many steps it scales anew"),
+    "fp8_format": _text(f"{_FP8}FORMAT", "te: the numbers", ("HYBRID", "E4M3", "E5M2")),
+    "fp8_amax_history_len": _number(f"{_FP8}AMAX_HISTORY_LEN", "te: how many of the largest values it keeps"),
+    "fp8_amax_compute_algo": _text(f"{_FP8}AMAX_COMPUTE_ALGO", "te: by which it scales", ("max", "most_recent")),
+    "fp8_override_linear_precision": Option(
+        str,
+        "te: whether outputs, gradients of inputs and of weights are in high precision, such as true,false,false",
+        is_for_scripts=True,
+        parts=tuple(f"{_FP8}OVERRIDE_{name}" for name in ("FPROP", "DGRAD", "WGRAD")),
+    ),
+    "fp8_opt_level": _text(f"{_FP8}OPT_LEVEL", "msamp: what it keeps in FP8", ("O1", "O2")),
 }
-"""The sections of a launch file, with their options; the first one switches the others on."""
-SWITCHES: Mapping[str, str] = {section: next(iter(table)) for section, table in SECTIONS.items()}
-"""The option that switches a section on."""
-OPTIONS: Mapping[str, Option] = {**COMMON, **FSDP, **DEEPSPEED, **MESH}
-"""All of them by name."""
+
+
+class Section(NamedTuple):
+    """A section of a launch file."""
+
+    table: Mapping[str, Option]
+    """Its options."""
+    prefix: str
+    """How their names begin; its keys may leave that out."""
+    switch: str
+    """The option that switches it on."""
+    word: str = ""
+    """With which word; none: the option is a bool."""
+
+    def shown(self) -> str:
+        """The switch as it stands on a command line."""
+        return f"--{self.switch} {self.word}".strip()
+
+    def is_on(self, options: Mapping[str, object]) -> bool:
+        """Whether options switch it on."""
+        return options.get(self.switch) == self.word if self.word else bool(options.get(self.switch))
+
+
+SECTIONS: Mapping[str, Section] = {
+    "fsdp_config": Section(FSDP, "fsdp_", "use_fsdp"),
+    "deepspeed_config": Section(DEEPSPEED, "deepspeed_", "use_deepspeed"),
+    "parallelism_config": Section(MESH, "parallelism_config_", "use_parallelism_config"),
+    "fp8_config": Section(FP8, "fp8_", "mixed_precision", "fp8"),
+}
+"""The sections of a launch file."""
+OPTIONS: Mapping[str, Option] = {**COMMON, **FSDP, **DEEPSPEED, **MESH, **FP8}
+"""All options by name."""
 
 
 def section_of(name: str) -> str | None:
     """The section that an option belongs to, None where it is for all."""
-    return next((section for section, table in SECTIONS.items() if name in table), None)
+    return next((name_of for name_of, section in SECTIONS.items() if name in section.table), None)
 
 
 def variables_of(options: Mapping[str, object]) -> dict[str, str]:
@@ -189,4 +235,6 @@ def variables_of(options: Mapping[str, object]) -> dict[str, str]:
         option = OPTIONS.get(name)
         if option is not None and option.variable:
             found[option.variable] = str(value).lower() if option.kind is bool else str(value)
+        if option is not None and option.parts:
+            found |= dict(zip(option.parts, str(value).split(","), strict=True))
     return found
