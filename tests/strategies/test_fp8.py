@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from loopwright.callbacks.callback import Callback, SkipBatch
 from loopwright.callbacks.checkpoint import ModelCheckpoint
 from loopwright.callbacks.ema import EMA
+from loopwright.callbacks.roll_back import RollBack
 from loopwright.distributed.errors import ConfigError
 from loopwright.strategies.fp8 import FP8Strategy
 from loopwright.strategies.fp8_recipes import TORCHAO_RECIPES, AORecipeKwargs
@@ -94,6 +97,26 @@ class TestTraining:
             gradient = block.get_parameter(name).grad
             assert gradient is not None and parameter.grad is not None
             assert (gradient - parameter.grad).norm() < 0.1 * parameter.grad.norm()
+
+
+class LeaveOut(Callback):
+    """Never sees these batches."""
+
+    def on_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (4, 5):
+            raise SkipBatch
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_a_run_that_rolls_back_is_the_one_that_never_saw_the_samples(recipe: str) -> None:
+    data = batches(12)
+    data[5][0][0, 0] = math.nan
+    task, expected = make(), make()
+    with pytest.warns(UserWarning, match=r"Back to step 4; batches 4 to 5 of epoch 0 are left out"):
+        fit(task, data, max_epochs=1, precision=fp8(recipe=recipe), callbacks=[RollBack(every=1, snapshot_every=2)])
+    fit(expected, data, max_epochs=1, precision=fp8(recipe=recipe), callbacks=[LeaveOut()])
+    for name, value in task.state_dict().items():
+        torch.testing.assert_close(value, expected.state_dict()[name], rtol=0, atol=0)
 
 
 class TestStates:
