@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, compress
 
 import numpy as np
 import torch
@@ -48,14 +48,13 @@ def _memory_for(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _copy(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-    pairs = list(zip(copies, tensors, strict=True))
-    on_host = [pair for pair in pairs if pair[1].device.type == "cpu"]
+    on_host = [tensor.device.type == "cpu" for tensor in tensors]
     with torch.no_grad():
-        if on_host:
-            torch._foreach_copy_(*map(list, zip(*on_host, strict=True)))  # one call for all is the quickest
-        if len(on_host) == len(pairs):
+        if any(on_host):  # one call for all is the quickest
+            torch._foreach_copy_(list(compress(copies, on_host)), list(compress(tensors, on_host)))
+        if all(on_host):
             return
-        for copy, tensor in pairs:
+        for copy, tensor in zip(copies, tensors, strict=True):
             if tensor.device.type != "cpu":
                 copy.copy_(tensor, non_blocking=tensor.device.type in _PINNED)
     for device in {tensor.device for tensor in tensors if tensor.device.type in _PINNED}:

@@ -176,9 +176,9 @@ def _place_of(tensor: Tensor) -> tuple[int, int, object]:
 
     None for the memory where there is none that could be looked at, or none that has its values.
     """
-    if is_sharded(tensor) or not (size := tensor.nbytes):
+    if is_sharded(tensor) or not (size := int(tensor.nbytes)):
         return 0, 0, None
-    begin = tensor.storage_offset() * tensor.itemsize
+    begin = int(tensor.storage_offset()) * tensor.itemsize
     if not tensor.is_contiguous():
         last = sum((length - 1) * int(step) for length, step in zip(tensor.shape, tensor.stride(), strict=True))
         size = (1 + last) * tensor.itemsize
