@@ -114,6 +114,9 @@ class ProgressBar(Callback):
             seconds = trainer.training_seconds
             if sum(seconds.values()) >= self._times_after_seconds:
                 print(f"time: {format_shares(seconds)}", file=self._stream or sys.stderr, flush=True)
+            if anew := trainer.recompilations:
+                told = ", ".join(f"{name} {count} times" for name, count in anew.items())
+                print(f"compiled anew: {told}", file=self._stream or sys.stderr, flush=True)
         self._training = None
 
     def on_teardown(self, trainer: TrainerView, task: TaskView) -> None:

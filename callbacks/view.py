@@ -141,6 +141,11 @@ class TrainerView(Protocol):
         ...
 
     @property
+    def recompilations(self) -> dict[str, int]:
+        """How often this process compiled anew what is compiled, by the names of its modules."""
+        ...
+
+    @property
     def tracker_seconds(self) -> Mapping[str, float]:
         """What each tracker has taken in this run, by its name."""
         ...

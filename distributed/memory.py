@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 _TEXTS = (
     " out of memory.",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.",
+    "CUBLAS_STATUS_ALLOC_FAILED",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
     "MPS backend out of memory",

@@ -91,6 +91,7 @@ __all__ = [  # noqa: RUF022 - in the order of `sorted`, as a test wants it
     "TensorBoardTracker",
     "ThroughputMonitor",
     "Timer",
+    "TorchDynamoPlugin",
     "Tracker",
     "TrackerError",
     "Trainer",
@@ -166,6 +167,7 @@ _NAMES_OF_MODULE = {
     "strategies.ddp": ("DDPStrategy",),
     "strategies.deepspeed": ("DeepSpeedStrategy",),
     "strategies.deepspeed_plugin": ("DeepSpeedPlugin",),
+    "strategies.dynamo_plugin": ("TorchDynamoPlugin",),
     "strategies.fp8": ("FP8Strategy",),
     "strategies.fp8_recipes": ("AORecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs"),
     "strategies.fsdp": ("FSDPStrategy",),
@@ -258,6 +260,7 @@ if TYPE_CHECKING:
     from .strategies.ddp import DDPStrategy
     from .strategies.deepspeed import DeepSpeedStrategy
     from .strategies.deepspeed_plugin import DeepSpeedPlugin
+    from .strategies.dynamo_plugin import TorchDynamoPlugin
     from .strategies.fp8 import FP8Strategy
     from .strategies.fp8_recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from .strategies.fsdp import FSDPStrategy

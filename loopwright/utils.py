@@ -53,6 +53,7 @@ from .distributed.units import convert_file_size_to_int
 from .strategies.communication import DDPCommunicationHookType
 from .strategies.deepspeed_dummies import DummyOptim, DummyScheduler
 from .strategies.deepspeed_plugin import DeepSpeedPlugin, HfDeepSpeedConfig
+from .strategies.dynamo_plugin import TorchDynamoPlugin
 from .strategies.forward import extract_model_from_parallel, is_compiled_module
 from .strategies.fp8_recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from .strategies.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -91,6 +92,7 @@ __all__ = [
     "ProjectConfiguration",
     "TERecipeKwargs",
     "TorchContextParallelConfig",
+    "TorchDynamoPlugin",
     "TorchTensorParallelConfig",
     "broadcast",
     "broadcast_object_list",

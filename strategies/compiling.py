@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..checkpoint.names import unwrapped
 from ..distributed.errors import ConfigError, check_boolean, suggest
-from .forward import ReplacedForward
-from .wrapping import repeated_blocks
+from .dynamo_plugin import TorchDynamoPlugin
+from .forward import ReplacedForward, is_compiled_module
+from .wrapping import class_of, is_called, repeated_blocks
 
 REGIONAL = "regional"
 _OPTIONS = ("backend", "mode", "dynamic", "fullgraph", "options")
@@ -45,29 +49,61 @@ class CompiledForward(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._compiled is None:
-            self._compiled = torch.compile(self.__wrapped__, **self.options)
+            self._compiled = torch.compile(self.function, **self.options)
         return self._compiled(*args, **kwargs)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What is compiled."""
+        forward = self.__wrapped__
+        function = getattr(forward, "__func__", None)
+        if isinstance(function, FunctionType) and function.__module__.startswith("torch."):
+            kind: Any = class_of(self.module)  # mypy takes a class for one of its objects
+            return MethodType(_own_code(function, kind), self.module)
+        return forward
+
+    @property
+    def code(self) -> CodeType:
+        """The code of that, by which torch keeps what it has compiled."""
+        function: Any = self.function
+        code: CodeType = getattr(function, "__code__", None) or type(function).__call__.__code__
+        return code
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_compiled": None}
+
+
+@functools.cache
+def _own_code(function: FunctionType, kind: type[nn.Module]) -> FunctionType:
+    """A forward of torch's own modules as it would be outside of torch: what stands in torch's files is not compiled by
+    itself, or under one name for all.
+    """
+    code = function.__code__.replace(co_filename=__file__, co_qualname=f"{kind.__qualname__}.forward")
+    own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
 
 
 def read_compiling(given: object) -> Compiling | None:
     """What `compile=` means, None for nothing.
 
     Args:
-        given: a boolean, `"regional"`, or a mapping with `"regional"` and arguments of `torch.compile`.
+        given: a boolean, `"regional"`, a mapping with `"regional"` and arguments of `torch.compile`, or Accelerate's
+            plugin.
     Raises:
         ConfigError: it is something else.
     """
     if isinstance(given, bool):
         return Compiling() if given else None
+    if isinstance(given, TorchDynamoPlugin):
+        regional = bool(given.use_regional_compilation)
+        return Compiling(regional=regional, options=given.to_kwargs()) if given.compiles else None
     if given == REGIONAL:
         return Compiling(regional=True)
     if not isinstance(given, Mapping):
         raise ConfigError(
             f"compile={given!r}. Expected True, False, {REGIONAL!r}, or a mapping with {REGIONAL!r} and arguments of "
-            f"torch.compile: {', '.join(_OPTIONS)}."
+            f"torch.compile: {', '.join(_OPTIONS)}; or TorchDynamoPlugin(...)."
         )
     known = (REGIONAL, *_OPTIONS)
     for name in given:
@@ -85,17 +121,66 @@ def compile_parts(model: nn.Module, compiling: Compiling) -> None:
     Raises:
         ConfigError: it repeats no layer.
     """
-    if not compiling.regional:
-        for child in model.children():
-            if child._compiled_call_impl is None:
-                child.compile(**compiling.options)
-        return
-    blocks = repeated_blocks(model)
-    if not blocks:
+    parts = repeated_blocks(model) if compiling.regional else _called_children(model)
+    if compiling.regional and not parts:
         raise ConfigError(
             f"compile={REGIONAL!r}: {type(model).__name__} has no list of several layers of one class, and none of its "
             "modules names classes in _no_split_modules. Use compile=True, which compiles its children whole."
         )
-    for block in blocks:
-        if not isinstance(block.__dict__.get("forward"), CompiledForward):
-            block.forward = CompiledForward(block, compiling.options)
+    _compile_each(parts, compiling)
+
+
+def compile_model(model: nn.Module, compiling: Compiling) -> None:
+    """Compile a model, or the layers that it repeats if there are any, in place, inside of what wraps it. Local."""
+    if not is_compiled_module(model):
+        inner = unwrapped(model)
+        blocks = repeated_blocks(inner) if compiling.regional else []
+        _compile_each(blocks or [inner], compiling)
+
+
+def is_compiled_around(model: nn.Module, units: Container[nn.Module]) -> bool:
+    """Whether hooks of some units of a model are inside of what is compiled: of one that holds them. Local."""
+    return any(
+        module._compiled_call_impl is not None
+        or (_compiled_forward(module) is not None and any(p in units for p in module.modules() if p is not module))
+        for module in model.modules()
+    )
+
+
+def compiled_codes(model: nn.Module) -> dict[CodeType, str]:
+    """What was compiled of a model: the code of the function that was, and the names of the modules that run it."""
+    modules: dict[CodeType, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        if (forward := _compiled_forward(module)) is not None:
+            modules.setdefault(forward.code, []).append((name, module))
+    return {code: _names(found) for code, found in modules.items()}
+
+
+def _compile_each(modules: Iterable[nn.Module], compiling: Compiling) -> None:
+    for module in modules:
+        is_compiled = is_compiled_module(module) or module._compiled_call_impl is not None  # by who wrote it
+        if not is_compiled and _compiled_forward(module) is None:
+            module.forward = CompiledForward(module, compiling.options)
+
+
+def _compiled_forward(module: nn.Module) -> CompiledForward | None:
+    """The compiled forward of a module, also inside of another that was put around it; None where there is none."""
+    forward = module.__dict__.get("forward")
+    while isinstance(forward, ReplacedForward) and not isinstance(forward, CompiledForward):
+        forward = forward.replaced
+    return forward if isinstance(forward, CompiledForward) else None
+
+
+def _called_children(model: nn.Module) -> list[nn.Module]:
+    """The children that have a forward pass of their own; of those that have none, lists for one, their children."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        found += [child] if is_called(child) else _called_children(child)
+    return found
+
+
+def _names(modules: Sequence[tuple[str, nn.Module]]) -> str:
+    name, first = modules[0]
+    more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+    kind = class_of(first).__name__
+    return f"{name}{more} ({kind})" if name else kind

@@ -193,11 +193,32 @@ class DDPStrategy(Strategy):
                 if has_open_forward(replica):
                     replica.require_forward_param_sync = False
                 replica._pre_forward()  # type: ignore[no-untyped-call]
-                loss = zero_loss([p for p in replica.module.parameters() if p.requires_grad])
+                loss = zero_loss(_reduced_alone(replica))
                 loss = replica._post_forward(loss)  # type: ignore[no-untyped-call]
             self.backward(loss)
         elif self._find_manual(model) is not None:
             average_gradients(model.parameters(), "averaging of gradients")
+
+    def check_splitting(self) -> None:
+        """Accept it, but for options by which the passes of all processes, or of all steps, have to be alike. Local.
+
+        Raises:
+            ConfigError: such an option is set.
+        """
+        options = {"sync_batchnorm": self.sync_batchnorm, "static_graph": self.settings.static_graph}
+        given = [f"{name}=True" for name, is_set in options.items() if is_set and self.process.num_processes > 1]
+        if given:
+            raise ConfigError(
+                f"auto_accumulate=True can't be used with {' and '.join(given)} of DDPStrategy: processes may train "
+                "their batches in different numbers of parts. Leave one of them out."
+            )
+
+    def share_buffers(self, model: nn.Module) -> None:
+        replica = find_replica(model)
+        if replica is not None and replica.require_forward_param_sync:
+            with watch.collective("sharing of buffers"), _NotReducing(replica):
+                replica._pre_forward()  # type: ignore[no-untyped-call]
+            replica.require_forward_param_sync = False  # until the window is reduced
 
     def synchronize_buffers(self, model: nn.Module) -> None:
         is_shared = find_replica(model) is not None or self._find_manual(model) is not None
@@ -343,6 +364,15 @@ class _NotReducing:
         if error[0] is None and num_forward_passes(replica) > self._num_passes:
             # It has broadcast the buffers of this window. One that an exception has left early does not say so itself.
             vars(replica)["require_forward_param_sync"] = False
+
+
+def _reduced_alone(replica: DistributedDataParallel) -> list[Tensor]:
+    """The parameters that have a part in a reduction without a loss. Where torch looks for unused ones, those with a
+    gradient, so that one that nobody uses gets none.
+    """
+    trained = [p for p in replica.module.parameters() if p.requires_grad]
+    used = [p for p in trained if p.grad is not None] if replica.find_unused_parameters else []
+    return used or trained
 
 
 @contextmanager

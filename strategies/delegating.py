@@ -157,6 +157,12 @@ class DelegatingStrategy(Strategy):
     def sit_out(self, model: nn.Module) -> None:
         self.inner.sit_out(model)
 
+    def check_splitting(self) -> None:
+        self.inner.check_splitting()
+
+    def share_buffers(self, model: nn.Module) -> None:
+        self.inner.share_buffers(model)
+
     def forget_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.inner.forget_gradients(model, optimizer)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..checkpoint.names import MethodForward
 from ..distributed.errors import DistributedError
 from ..distributed.flow import Flow
+from .compiling import is_compiled_around
 from .sharded_calls import Call, Zeros, graph_of, has_gradient, instead, with_gradients, zero_of
 from .sharded_rounds import LOSS, NOTHING, Kind, Rounds, Said
 
@@ -94,7 +95,7 @@ class Passes:
         self._learned: set[str] = set()
         """Methods whose passes all processes know."""
         # Told of from inside of what is compiled, a first pass would be compiled in pieces, and once more without them.
-        self._tells = all(module._compiled_call_impl is None for module in entry.modules())
+        self._tells = not is_compiled_around(entry, owned)
         self._rounds = Rounds()
         self._units = [*owned]
         self._numbers = {unit: number for number, unit in enumerate(owned)}

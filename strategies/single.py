@@ -33,5 +33,8 @@ class SingleDeviceStrategy(Strategy):
             move_optimizer_state(optimizer)
         return model, list(optimizers)
 
+    def check_splitting(self) -> None:
+        pass
+
     def memory(self, surroundings: Surroundings) -> StrategyMemory | None:
         return WholeMemory("single") if surroundings.num_processes == 1 else None

@@ -296,6 +296,23 @@ class Strategy(ABC):
         Collective where each pass is.
         """
 
+    def check_splitting(self) -> None:
+        """Refuse to let a process train a micro-batch in parts by itself, and do it again where memory runs out. Local.
+
+        Raises:
+            ConfigError: other processes have a part in its passes, or another library counts them.
+        """
+        raise ConfigError(
+            f"auto_accumulate=True can't be used with {type(self).__name__}, whose passes can't be left in their "
+            "middle: other processes would wait there, or a library counts them. Use strategy='single' or 'ddp', or "
+            "smaller batches with accumulate=, which find_executable_batch_size can look for."
+        )
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Do now what the next forward pass would begin with, if that is the first of its window: share the buffers of
+        process 0. For strategies that `check_splitting` accepts. Collective where that pass would be.
+        """
+
     def forget_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Clear the gradients of a window that will not be closed, also those that were not reduced yet. Local."""
         self.precision.forget(optimizer)

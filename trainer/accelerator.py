@@ -19,7 +19,9 @@ from ..distributed.kinds import DistributedType
 from ..distributed.memory import release_memory
 from ..distributed.parallelism import ParallelismConfig
 from ..distributed.process import ProcessState
+from ..strategies.compiling import read_compiling
 from ..strategies.deepspeed_plugin import DeepSpeedPlugin
+from ..strategies.dynamo_plugin import TorchDynamoPlugin
 from ..strategies.fsdp_plugin import FullyShardedDataParallelPlugin
 from ..strategies.gradient_state import GradientAccumulationPlugin, GradientState
 from ..strategies.handlers import AutocastKwargs, Handlers, KwargsHandler
@@ -32,6 +34,7 @@ from .accelerator_state import AcceleratorState
 from .arguments import (
     read_accumulation,
     read_dataloader_config,
+    read_dynamo,
     read_precision,
     read_process,
     read_project,
@@ -77,6 +80,8 @@ class Accelerator(ProcessReadings, DataMethods, MeshMethods, CheckpointMethods):
         deepspeed_plugin: options of DeepSpeed, which is the strategy then; or several by name, of which the first is
             used until `accelerator.state.select_deepspeed_plugin(name)` chooses another.
         deepspeed_plugins: several by name.
+        dynamo_backend: what compiles models, such as `"inductor"`, in `prepare` and in place; `"no"`: nothing.
+        dynamo_plugin: the same with its further settings.
         strategy: how a step is carried out; `"auto"` is FSDP where the launcher was told so.
         scale_scheduler_by_processes: a schedule advances by the number of processes at each optimizer step, as
             Accelerate has it for schedules that were planned for the unsharded loader; False: by one.
@@ -106,6 +111,8 @@ class Accelerator(ProcessReadings, DataMethods, MeshMethods, CheckpointMethods):
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
         strategy: StrategyLike = "auto",
         scale_scheduler_by_processes: bool = True,
         process: ProcessState | None = None,
@@ -136,7 +143,10 @@ class Accelerator(ProcessReadings, DataMethods, MeshMethods, CheckpointMethods):
         self.process.device = self.strategy.choose_device(self.process)
         self.precision = read_precision(mixed_precision, self.device, self.handlers)
         self.strategy = join_fp8(self.strategy, fp8, self.precision, self.handlers)
-        self.state = AcceleratorState(self.precision, process=self.process, strategy=self.strategy)
+        dynamo = read_dynamo(dynamo_backend, dynamo_plugin)
+        self.state = AcceleratorState(
+            self.precision, process=self.process, strategy=self.strategy, dynamo_plugin=dynamo
+        )
         """The process, the precision and the plugins in one object, as Accelerate has it."""
         self.strategy.attach(self.process, self.precision, self.gradient_state)
         self.parallelism_config = lay_out(self.strategy, config)
@@ -149,6 +159,7 @@ class Accelerator(ProcessReadings, DataMethods, MeshMethods, CheckpointMethods):
             scales_schedules=scale_scheduler_by_processes,
             step_with_optimizer=step_scheduler_with_optimizer,
             rng_types=self.rng_types,
+            compiling=read_compiling(dynamo),
         )
 
     # Preparing.
@@ -338,6 +349,13 @@ class Accelerator(ProcessReadings, DataMethods, MeshMethods, CheckpointMethods):
     def mixed_precision(self) -> str:
         """`"no"`, `"bf16"`, `"fp16"`, `"fp8"`, `"bf16-true"` or `"fp16-true"`."""
         return self.precision.name
+
+    @property
+    def recompilations(self) -> dict[str, int]:
+        """How often this process compiled anew what is compiled, since the first `prepare` that compiled a model; by
+        the names of its modules.
+        """
+        return self.preparation.recompilations.counts
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

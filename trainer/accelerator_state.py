@@ -7,6 +7,7 @@ from ..distributed.errors import ConfigError, suggest
 from ..distributed.kinds import DistributedType, kind_of
 from ..distributed.process import ProcessState
 from ..strategies.deepspeed_plugin import DeepSpeedPlugin
+from ..strategies.dynamo_plugin import TorchDynamoPlugin
 from ..strategies.fsdp_plugin import FullyShardedDataParallelPlugin
 from ..strategies.handlers import Handlers
 from ..strategies.precision import PRECISIONS, Precision
@@ -27,6 +28,7 @@ class AcceleratorState(ProcessReadings):
         cpu: stay on the CPU although there is an accelerator device; by default the environment decides.
         process: this process, where it is known already.
         strategy: that of the Accelerator.
+        dynamo_plugin: how models are compiled; by default as the environment has it.
     Raises:
         ConfigError: the precision is unknown.
     """
@@ -38,11 +40,14 @@ class AcceleratorState(ProcessReadings):
         *,
         process: ProcessState | None = None,
         strategy: Strategy | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
     ) -> None:
         self._mixed_precision = _word(mixed_precision)
         self.process = read_process(cpu, Handlers(None)) if process is None else process
         """The process and its device."""
         self._strategy = strategy
+        self.dynamo_plugin = TorchDynamoPlugin() if dynamo_plugin is None else dynamo_plugin
+        """How models are compiled."""
 
     @property
     def backend(self) -> str | None:

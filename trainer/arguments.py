@@ -16,6 +16,7 @@ from ..distributed.errors import ConfigError, suggest
 from ..distributed.group import is_connected
 from ..distributed.process import ProcessState
 from ..strategies.ddp import DDPStrategy
+from ..strategies.dynamo_plugin import TorchDynamoPlugin
 from ..strategies.fsdp import FSDPStrategy
 from ..strategies.fsdp_plugin import FullyShardedDataParallelPlugin
 from ..strategies.gradient_state import GradientAccumulationPlugin, check_num_steps
@@ -37,8 +38,6 @@ RNG_TYPES = ("torch", "cuda", "mlu", "sdaa", "musa", "npu", "xla", "xpu", "hpu",
 _ABSENT = {
     "megatron_lm_plugin": "Megatron-LM is not available.",
     "torch_tp_plugin": "Use parallelism_config=ParallelismConfig(tp_size=...).",
-    "dynamo_backend": "Call torch.compile(model, backend=...) before prepare.",
-    "dynamo_plugin": "Call torch.compile(model, backend=...) before prepare.",
     "split_batches": "Use dataloader_config=DataLoaderConfiguration(split_batches=...).",
     "dispatch_batches": "Use dataloader_config=DataLoaderConfiguration(dispatch_batches=...).",
     "even_batches": "Use dataloader_config=DataLoaderConfiguration(even_batches=...).",
@@ -207,6 +206,24 @@ def read_accumulation(num_steps: int | None, plugin: GradientAccumulationPlugin 
     return GradientAccumulationPlugin(
         num_steps=1 if found is None else check_num_steps(found, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
     )
+
+
+def read_dynamo(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+    """How models are compiled.
+
+    Raises:
+        ConfigError: backend and plugin were both given, or one can't be used.
+    """
+    if plugin is None:
+        return TorchDynamoPlugin(backend=backend)
+    if not isinstance(plugin, TorchDynamoPlugin):
+        raise ConfigError(f"dynamo_plugin={plugin!r:.80}. Expected TorchDynamoPlugin(...), or None.")
+    if backend is not None:
+        raise ConfigError(
+            f"dynamo_backend={backend!r} and dynamo_plugin={plugin} were both given. Give the plugin alone, with the "
+            "backend in it."
+        )
+    return plugin
 
 
 def read_precision(name: PrecisionLike | None, device: torch.device, handlers: Handlers) -> Precision:

@@ -57,6 +57,10 @@ class Consensus:
             self._flags |= Flag.STOP_NOW
             self._run.heed(flow)
 
+    def ask_for_parts(self) -> None:
+        """Ask all, in the next vector, to train batches in parts that are as small as here. Local."""
+        self._flags |= Flag.SPLIT
+
     def exchange(self, operation: str, flags: int = NOTHING, *, size: float = 0.0) -> list[Row]:
         """Send a row and wait for those of all, process 0 first. Collective."""
         return self.read(self.send(operation, flags, size=size))
@@ -83,7 +87,8 @@ class Consensus:
     def read(self, pending: PendingVector) -> list[Row]:
         """The rows of all, process 0 first, after the conclusions from them. Collective.
 
-        Once all have agreed to end the run, one more message tells why.
+        Once all have agreed to end the run, one more message tells why; and one how small the parts of batches are to
+        be, where memory ran out.
         """
         rows = list(map(Row._make, pending.read()))
         state, flags = self._run.state, flags_of(rows)
@@ -100,6 +105,8 @@ class Consensus:
         if is_new_signal or (flags & (Flag.STOP | Flag.STOP_NOW) and not self.stops):
             self.stops = True
             self._agree_on_reason()
+        if flags & Flag.SPLIT:
+            self._agree_on_parts()
         if flags & Flag.NONFINITE and not self.nonfinite_here:
             self.nonfinite_elsewhere = True
         return rows
@@ -114,6 +121,13 @@ class Consensus:
         index, reason = next((i, r) for i, r in enumerate(reasons) if r is not None)
         if any(each != reason for each in reasons):
             run.stop_reason = reason if reasons[0] == reason else f"process {index}: {reason}"
+
+    def _agree_on_parts(self) -> None:
+        training = self._run.training
+        splitting = None if training is None else training.splitting
+        sizes = exchange(None if splitting is None else splitting.size, "agree on the parts of batches")
+        if splitting is not None:
+            splitting.size = min(size for size in sizes if size is not None)
 
     def _warn_of_end(self, rows: list[Row]) -> None:
         ended = saying(Flag.ENDED, rows)

@@ -63,7 +63,8 @@ def not_counted(run: Run, error: AmbiguousBatchSizeError) -> AmbiguousBatchSizeE
 
 def hint_at_single_sample(error: BaseException, samples: object, index: int) -> None:
     """Batch norm can't train on one sample, and torch does not say which batch that was."""
-    if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+    is_of_batch = not getattr(error, "__notes__", ())  # and of no part of it, which a note says then
+    if is_of_batch and isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
         error.add_note(
             f"batch {index} has {samples} sample(s), too few for batch norm. Use drop_last=True in the DataLoader, "
             "or a batch size that does not leave a single sample at the end."

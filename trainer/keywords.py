@@ -27,6 +27,7 @@ FOREIGN_KEYWORDS: Mapping[str, str] = {
     "log_every_n_steps": "log_every",
     "default_root_dir": "project_dir",
     "gradient_accumulation_steps": "accumulate",
+    "auto_find_batch_size": "auto_accumulate",
     "max_grad_norm": "clip_norm",
     "num_train_epochs": "max_epochs",
     "eval_steps": "val_every",

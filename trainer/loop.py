@@ -220,7 +220,9 @@ def fit_batch(run: Run, training: Training, window: Window, position: int) -> No
         try:
             if emit := events[Callback.on_batch_start]:
                 emit(batch, index)
-            if training.is_automatic:
+            if training.splitting is not None:
+                outputs = training.splitting.train(run, training, batch, index)
+            elif training.is_automatic:
                 began = now()
                 outputs = training.step(batch, index)
                 run.clock.forward += now() - began

@@ -21,9 +21,11 @@ from ..data.loader import PreparedLoader
 from ..data.samplers import is_skipping
 from ..data.sizes import loader_length
 from ..distributed.errors import ConfigError, DataError
+from ..strategies.compiling import Compiling, compile_model
 from ..strategies.forward import wrap_forward
 from ..strategies.optimizer import GatedOptimizer, move_optimizer_state, parameters_of
 from ..strategies.precision import ContextFactory
+from ..strategies.recompiling import Recompilations
 from ..strategies.scheduler import GatedScheduler
 from ..strategies.strategy import Strategy
 
@@ -44,6 +46,7 @@ class Preparation:
             batch size is that of all processes together.
         step_with_optimizer: whether schedulers wait for their optimizers.
         rng_types: random states that processes agree on at the beginning of each pass over a loader.
+        compiling: how models are compiled; None: they are not.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Preparation:
         scales_schedules: bool = False,
         step_with_optimizer: bool = True,
         rng_types: Sequence[str] = (),
+        compiling: Compiling | None = None,
     ) -> None:
         self.strategy = strategy
         self.configuration = configuration
@@ -64,10 +68,13 @@ class Preparation:
         self.optimizers: list[GatedOptimizer] = []
         self.schedulers: list[GatedScheduler] = []
         self.loaders: list[PreparedLoader] = []
+        self.recompilations = Recompilations(self.models)
+        """What was compiled anew."""
         self._context = context
         self._scales_schedules = scales_schedules
         self._step_with_optimizer = step_with_optimizer
         self._rng_types = tuple(rng_types)
+        self._compiling = compiling
 
     def prepare(self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None = None) -> list[Any]:
         """Prepare objects together: models with their optimizers and loaders first, then schedulers.
@@ -205,6 +212,7 @@ class Preparation:
 
     def clear(self) -> None:
         """Forget every prepared object."""
+        self.recompilations.stop()
         for kept in (self.models, self.optimizers, self.schedulers, self.loaders):
             kept.clear()
 
@@ -258,6 +266,9 @@ class Preparation:
         self, model: nn.Module, optimizers: list[Optimizer], place: bool, evaluates: bool = False
     ) -> tuple[nn.Module, list[Optimizer]]:
         self.strategy.precision.prepare_model(model)
+        if self._compiling is not None:
+            compile_model(model, self._compiling)
+            self.recompilations.begin()
         if self._context is not None:
             wrap_forward(model, self._context, self.strategy.precision.convert_inputs)
         is_dispatched = is_spread(model)

@@ -135,6 +135,15 @@ class RunReadings:
         return self.settings.limits
 
     @property
+    def part_size(self) -> int | None:
+        """The most samples of a batch that go through the model at once, which `auto_accumulate` has found where memory
+        ran out, the same in all processes; None: whole batches.
+        """
+        run = self._run or self._newest_fit
+        splitting = None if run is None or run.training is None else run.training.splitting
+        return None if splitting is None else splitting.size
+
+    @property
     def window_size(self) -> int:
         """Micro-batches per optimizer step."""
         return self.settings.accumulate
@@ -205,6 +214,12 @@ class RunReadings:
     def callback_costs(self) -> Sequence[Cost]:
         """What each callback has taken in this run, for each of its events."""
         return self._newest("callback_costs").clock.ledger.costs
+
+    @property
+    def recompilations(self) -> dict[str, int]:
+        """How often this process compiled anew what is compiled, by names of modules; empty without `compile`."""
+        found = self._newest("recompilations").recompilations
+        return {} if found is None else found.counts
 
     @property
     def tracker_seconds(self) -> Mapping[str, float]:

@@ -56,6 +56,8 @@ class Flag:
     """Its count is on the device, where it has to be added up."""
     DONE = 1 << 11
     """It has no batch of an evaluation left."""
+    SPLIT = 1 << 12
+    """It ran out of memory: from now on all train batches in smaller parts."""
 
 
 NOTHING = 0

@@ -26,6 +26,7 @@ from ..distributed.numbers import to_numbers
 from ..strategies.gradient_state import GradientState
 from ..strategies.optimizer import GatedOptimizer
 from ..strategies.precision import Precision
+from ..strategies.recompiling import Recompilations
 from ..strategies.strategy import Strategy
 from ..trackers.group import TrackerGroup
 from .agreement import Agreement
@@ -38,6 +39,7 @@ from .saves import Saves
 from .task import Task
 
 if TYPE_CHECKING:
+    from .auto_accumulate import Splitting
     from .resume import Resumption
     from .trainer import Trainer
 
@@ -110,6 +112,8 @@ class Training:
     gated: list[GatedOptimizer] = field(default_factory=list)
     """The optimizers as a task in manual mode sees them."""
     loss: WindowLoss = field(default_factory=WindowLoss)
+    splitting: Splitting | None = None
+    """What trains batches in parts where memory runs out; None: that ends the run."""
     reader: WindowReader | None = None
     """The windows of the running epoch."""
     carried: int = 0
@@ -261,6 +265,8 @@ class Run:
     """Where the time goes."""
     budget: OverheadBudget | None = None
     """What bookkeeping may take of it."""
+    recompilations: Recompilations | None = None
+    """What is compiled anew, None where nothing is compiled."""
     begins_again: bool = False
     """Whether this is the first leg although an earlier process may have begun it: it left no checkpoint."""
     resumption: Resumption | None = None
@@ -305,6 +311,8 @@ class Run:
     def release(self) -> None:
         """Let go of the data when the run is over: workers of the loaders end with them."""
         self.evaluation = None
+        if self.recompilations is not None:
+            self.recompilations.stop()
         if self.training is not None:
             self.training.data_position = self.training.position(self.state)
             self.training.held_positions = self.training.validation_positions()

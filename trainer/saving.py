@@ -21,8 +21,8 @@ from .snapshots import Snapshot, go_back_to, take_snapshot
 from .state_methods import plain_state
 
 EXACTNESS = (
-    "precision", "compile", "accumulate", "accumulate_across_epochs", "clip_norm", "clip_value", "limit_batches",
-    "overfit_batches", "seed", "deterministic",
+    "precision", "compile", "accumulate", "auto_accumulate", "accumulate_across_epochs", "clip_norm", "clip_value",
+    "limit_batches", "overfit_batches", "seed", "deterministic",
 )  # fmt: skip
 """The arguments on which the numbers of a training depend."""
 

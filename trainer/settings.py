@@ -26,6 +26,7 @@ class Settings:
     limits: Limits
     accumulate: int
     remainder: Remainder
+    splits_batches: bool = False
     clip_norm: float | None
     clip_value: float | None
     val_interval: Interval
@@ -48,6 +49,7 @@ class Settings:
             raise ConfigError(
                 f"accumulate_across_epochs={self.remainder!r}. {suggest(self.remainder, get_args(Remainder))}"
             )
+        check_boolean("auto_accumulate", self.splits_batches)
         for option, limit in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
             if limit is not None and not (_is_number(limit) and limit > 0):
                 raise ConfigError(

@@ -19,6 +19,8 @@ from ..data.loader import PreparedLoader
 from ..distributed.errors import ConfigError, DataError, TaskError
 from ..distributed.random import set_seed
 from ..strategies.compiling import Compiling, compile_parts
+from ..strategies.recompiling import Recompilations
+from .auto_accumulate import Splitting
 from .evaluation import Stage
 from .loaders import batches_allowed, evaluation_data, first_batches, training_loader
 from .metrics import MetricLog
@@ -112,6 +114,13 @@ def build_model(task: Task, compiling: Compiling | None = None) -> None:
         compile_parts(task, compiling)
 
 
+def watch_compiler(run: Run, compiling: Compiling | None) -> None:
+    """Count what is compiled anew, until the run ends."""
+    if compiling is not None:
+        run.recompilations = Recompilations([run.task])
+        run.recompilations.start()
+
+
 def prepare_training(run: Run, settings: Settings, train: Any, val: Any) -> Training:
     """Everything that `fit` needs, checked before anything runs. Nothing is placed yet: see `place`.
 
@@ -127,8 +136,11 @@ def prepare_training(run: Run, settings: Settings, train: Any, val: Any) -> Trai
     num_batches = _epoch_length(loader, limit)
     _check_epoch(settings, num_batches, validation)
     check_hooks(task, settings, validation)
+    if settings.splits_batches:
+        run.strategy.check_splitting()
     with run.strategy.building():
         build_model(task, settings.compiling)
+    watch_compiler(run, settings.compiling)
     with run.strategy.whole_shapes(task):
         found = configure(task)
     run.state.batches_per_epoch = num_batches
@@ -160,6 +172,7 @@ def _training(
         window_size=settings.accumulate,
         remainder=settings.remainder,
         is_automatic=task.automatic_optimization,
+        splitting=Splitting() if settings.splits_batches else None,
         optimizers=found.optimizers,
         schedulers=found.schedulers,
         limits=settings.limits,
@@ -258,6 +271,11 @@ def check_hooks(task: Task, settings: Settings, validation: EvaluationData | Non
             f"there is validation data, but {type(task).__name__} has no validation_step. Override it, or pass no val=."
         )
     if not task.automatic_optimization:
+        if settings.splits_batches:
+            raise ConfigError(
+                "auto_accumulate=True has no effect in manual optimization: where training_step steps its optimizers "
+                "itself, it can't be done again. Use smaller batches, or find_executable_batch_size."
+            )
         given: Mapping[str, Any] = {
             "accumulate": settings.accumulate if settings.accumulate > 1 else None,
             "clip_norm": settings.clip_norm,
@@ -292,6 +310,7 @@ def prepare_evaluation(run: Run, settings: Settings, stage: Stage, data: Any) ->
     configuration = _seeding(run.trainer.accelerator.dataloader_config)
     found = evaluation_data(data, stage.name, settings.batch_limits.get(short), run.strategy, configuration)
     build_model(task, settings.compiling)
+    watch_compiler(run, settings.compiling)
     run.precision.prepare_model(task)
     run.model, _ = run.strategy.setup(task, [], None)
     return found

@@ -44,15 +44,15 @@ def take_snapshot(run: Run, training: Training) -> Snapshot:
     states_of_callbacks = {index: each.rollback_state() for index, each in enumerate(run.callbacks)}
     return Snapshot(
         counters={name: getattr(run.state, name) for name in _COUNTERS},
-        weights=_copied(run.strategy.model_state(run.model)),
-        optimizers=_copied(states.optimizers_tree(run, training)),
-        schedulers=_copied([_schedule(rate.scheduler) for rate in training.schedulers]),
-        precision=_copied(run.precision.state_dict()),
+        weights=copied(run.strategy.model_state(run.model)),
+        optimizers=copied(states.optimizers_tree(run, training)),
+        schedulers=copied([_schedule(rate.scheduler) for rate in training.schedulers]),
+        precision=copied(run.precision.state_dict()),
         random=random_tree(run.device),
-        log=_copied(log_tree(run.training_log, run.task)),
+        log=copied(log_tree(run.training_log, run.task)),
         loss={"num_none": training.loss.num_none, "reference": training.loss.reference},
-        process=_copied(run.strategy.process_state(run.model, training.optimizers)),
-        callbacks={index: _copied(state) for index, state in states_of_callbacks.items() if state is not None},
+        process=copied(run.strategy.process_state(run.model, training.optimizers)),
+        callbacks={index: copied(state) for index, state in states_of_callbacks.items() if state is not None},
     )
 
 
@@ -64,23 +64,23 @@ def go_back_to(run: Run, training: Training, snapshot: Snapshot) -> None:
     forget_gradients(run, training)
     # Loaded, and not written into `model_state`, which may be a copy: of converted layers, or on the host. Tensors are
     # copied by that; other state would be the module's from now on.
-    weights = {name: each if isinstance(each, Tensor) else _copied(each) for name, each in snapshot.weights.items()}
+    weights = {name: each if isinstance(each, Tensor) else copied(each) for name, each in snapshot.weights.items()}
     with run.strategy.writing_weights(run.model):
         run.strategy.unwrap(run.model).load_state_dict(weights)
     for name, value in snapshot.counters.items():
         setattr(run.state, name, value)
-    states.restore_optimizers(run, training.optimizers, _copied(snapshot.optimizers))
-    for rate, saved in zip(training.schedulers, _copied(snapshot.schedulers), strict=True):
+    states.restore_optimizers(run, training.optimizers, copied(snapshot.optimizers))
+    for rate, saved in zip(training.schedulers, copied(snapshot.schedulers), strict=True):
         if saved is not None:
             rate.scheduler.load_state_dict(saved)
-    run.precision.load_state_dict(_copied(snapshot.precision))
-    run.strategy.load_process_state(run.model, training.optimizers, _copied(snapshot.process))
+    run.precision.load_state_dict(copied(snapshot.precision))
+    run.strategy.load_process_state(run.model, training.optimizers, copied(snapshot.process))
     training.loss.num_none, training.loss.reference = snapshot.loss["num_none"], snapshot.loss["reference"]
     run.training_log.metrics.clear()
-    restore_log(run.training_log, [_copied(snapshot.log)], run.task, run.device)
+    restore_log(run.training_log, [copied(snapshot.log)], run.task, run.device)
     callbacks = run.callbacks
     for index, state in snapshot.callbacks.items():
-        callbacks[index].roll_back(run.trainer, _copied(state))
+        callbacks[index].roll_back(run.trainer, copied(state))
     training.begin_schedules(run.state, None)
     for function in run.trainer.functions:
         function.reset(run.state)
@@ -91,12 +91,12 @@ def _schedule(scheduler: Any) -> Any:
     return scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """A copy of nested values that shares no memory with them."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
-        return {key: _copied(each) for key, each in value.items()}
+        return {key: copied(each) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_copied(each) for each in value)
+        return type(value)(copied(each) for each in value)
     return copy.deepcopy(value)

@@ -32,6 +32,7 @@ from ..distributed.launched import Launch, find_launch
 from ..distributed.process import ProcessState
 from ..distributed.random import set_seed
 from ..strategies.compiling import read_compiling
+from ..strategies.dynamo_plugin import CompileSettings
 from ..strategies.fp8_recipes import RecipeKwargs
 from ..strategies.precision import Precision
 from ..strategies.strategy import Strategy
@@ -86,8 +87,10 @@ class Trainer(RunSaving):
             `torch.set_float32_matmul_precision` takes it; None: as torch is set.
         compile: compile the task's modules by `torch.compile`; keys of the state stay as they are. `"regional"`: the
             layers that it repeats alone, whose code is compiled once for all of them. A mapping: `"regional"` and
-            arguments of `torch.compile`.
+            arguments of `torch.compile`; or Accelerate's `TorchDynamoPlugin`.
         accumulate: micro-batches per optimizer step.
+        auto_accumulate: where memory runs out in a forward or backward pass, train batches in parts, as many as it
+            takes, with the same result. `part_size` tells how large they are.
         accumulate_across_epochs: what becomes of a window that an epoch's end cuts: `"flush"` steps on it, with its
             exact mean; `"carry"` goes on with it in the next epoch; `"drop"` leaves its batches out.
         clip_norm: the largest global norm that gradients keep.
@@ -130,8 +133,9 @@ class Trainer(RunSaving):
         process_timeout: float | str | datetime.timedelta | None = None,
         precision: str | dict[str, Any] | RecipeKwargs | Precision = "no",
         matmul_precision: str | None = None,
-        compile: bool | str | dict[str, Any] = False,
+        compile: bool | str | dict[str, Any] | CompileSettings = False,
         accumulate: int = 1,
+        auto_accumulate: bool = False,
         accumulate_across_epochs: Remainder = "flush",
         clip_norm: float | None = None,
         clip_value: float | None = None,
@@ -161,6 +165,7 @@ class Trainer(RunSaving):
             limits=Limits.parse(max_epochs, max_steps, max_time),
             accumulate=accumulate,
             remainder=accumulate_across_epochs,
+            splits_batches=auto_accumulate,
             clip_norm=clip_norm,
             clip_value=clip_value,
             val_interval=Interval.parse(val_every, unit="steps", option="val_every"),
@@ -183,6 +188,7 @@ class Trainer(RunSaving):
         cpu = bool(read_flag("USE_CPU"))
         self.accelerator = Accelerator(
             mixed_precision=precision,
+            dynamo_backend="no",  # what is to be compiled is compiled in place, before it is placed
             gradient_accumulation_steps=accumulate,
             dataloader_config=dataloader_config,
             strategy=strategy,

@@ -34,12 +34,13 @@ _SAME_NAME = (
     "num_cpu_threads_per_process", "max_restarts", "monitor_interval", "rdzv_conf", "role", "tee", "log_dir",
 )  # fmt: skip
 _FOR_OTHERS = (
-    "megatron_lm_config", "mpirun_config", "dynamo_config", "dynamo_backend", "tpu_name", "tpu_zone",
-    "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env", "downcast_bf16",
-    "main_training_function",
+    "megatron_lm_config", "mpirun_config", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file",
+    "commands", "tpu_vm", "tpu_env", "downcast_bf16", "main_training_function",
 )  # fmt: skip
 """Accelerate's keys for what is not there."""
-KEYS = ("compute_environment", "distributed_type", "use_cpu", "fp16", *_SAME_NAME, *SECTIONS, *_FOR_OTHERS)
+_BACKEND = "dynamo_backend"
+"""The key of old files, which stands in a section now."""
+KEYS = ("compute_environment", "distributed_type", "use_cpu", "fp16", _BACKEND, *_SAME_NAME, *SECTIONS, *_FOR_OTHERS)
 """The keys of a launch file."""
 
 
@@ -63,8 +64,11 @@ class LaunchFile:
         """The sections that the file itself switches on."""
         by_type = _SECTION_OF_TYPE.get(self.distributed_type)
         by_itself = "parallelism_config" if "parallelism_config" in self.sections else None
-        by_word = [name for name, section in SECTIONS.items() if section.word and section.is_on(self.options)]
+        by_word = [name for name, section in SECTIONS.items() if section.takes_word and section.is_on(self._all(name))]
         return tuple(name for name in SECTIONS if name in (by_type, by_itself, *by_word))
+
+    def _all(self, section: str) -> dict[str, Any]:
+        return {**self.options, **self.sections.get(section, {})}
 
     @property
     def is_for_xla(self) -> bool:
@@ -114,7 +118,7 @@ def read_launch_file(path: Path) -> LaunchFile:
     kind = "NO" if keys["distributed_type"] is False else str(keys["distributed_type"])  # YAML reads NO as false
     if kind not in TYPES and kind not in _ABSENT_TYPES:
         raise ConfigError(f"{path}: distributed_type={kind!r} is unknown. {suggest(kind, TYPES)}")
-    sections = {name: found for name in SECTIONS if (found := _section(keys, name, path))}
+    sections = {name: found for name in SECTIONS if (found := _section(keys, name, path)) not in ({}, {_BACKEND: "no"})}
     return LaunchFile(path, _options(keys, path), sections, kind, _unused(keys))
 
 
@@ -210,6 +214,8 @@ def _options(keys: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def _section(keys: Mapping[str, Any], section: str, path: Path) -> dict[str, Any]:
     """The options of one section; those that say nothing are left out."""
     given = keys.get(section) or {}
+    if section == "dynamo_config" and isinstance(given, dict) and keys.get(_BACKEND) is not None:
+        given = {_BACKEND: keys[_BACKEND], **given}
     if not isinstance(given, dict):
         raise ConfigError(
             f"{path}: {section} is not a mapping. Expected keys such as {list(SECTIONS[section].table)[1]}."

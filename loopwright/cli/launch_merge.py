@@ -37,7 +37,7 @@ def merged_options(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("multi_gpu") or given.get("tpu"):
         from_file.pop("cpu", None)
     options = {**{name: value for name, value in from_file.items() if not is_set(name)}, **given}
-    options |= {SECTIONS[section].switch: SECTIONS[section].word or True for section in sections}
+    options |= _switches(sections)
     options |= {name: False for name in _KINDS[1:] if kinds and name not in kinds and is_set(name)}
     if file.is_for_xla and not (kinds or options.get("cpu") or is_set("tpu")):
         options["tpu"] = True
@@ -99,16 +99,22 @@ def _sections(file: LaunchFile, given: Mapping[str, Any], kinds: Sequence[str]) 
     return found
 
 
+def _switches(names: Iterable[str]) -> dict[str, Any]:
+    """What switches sections on, where that is no word of the user's own."""
+    sections = [SECTIONS[name] for name in names]
+    return {each.switch: each.word or True for each in sections if each.word or not each.takes_word}
+
+
 def _is_on(name: str, file: LaunchFile, given: Mapping[str, Any], kinds: Sequence[str]) -> bool:
     """Whether a section counts: the command line says it, else a variable, else the file."""
     section = SECTIONS[name]
     if section.switch in given:
         return section.is_on(given)
-    if kinds and not section.word and (name != "parallelism_config" or "multi_gpu" in kinds):
+    if kinds and not section.takes_word and (name != "parallelism_config" or "multi_gpu" in kinds):
         return False  # the command line has said how the model is spread
     texts = [text.strip().lower() for text in _texts(section.switch) if text.strip()]
-    if section.word and texts:
-        return section.word in texts
+    if section.takes_word and texts:
+        return section.is_on({section.switch: texts[0]})
     return any(map(read_boolean, texts)) or name in file.chosen
 
 

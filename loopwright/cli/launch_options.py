@@ -8,7 +8,7 @@ from typing import Any
 
 from ..distributed.environment import read_boolean
 from ..distributed.errors import ConfigError, suggest
-from .launch_tables import COMMON, DEEPSPEED, FP8, FSDP, MESH, OPTIONS, section_of
+from .launch_tables import COMMON, DEEPSPEED, DYNAMO, FP8, FSDP, MESH, OPTIONS, SECTIONS, section_of
 
 ALIASES = {
     "m": "module",
@@ -27,11 +27,9 @@ ALIASES = {
 }
 """Other spellings: short ones, torchrun's, those of launch files, and those of our own."""
 
-_COMPILE = "Compile the model in the script: torch.compile(model, backend=...), or Trainer(compile=True)."
 _ABSENT_PREFIXES = {
     "use_megatron_lm": "Megatron-LM is not available.",
     "megatron_lm_": "Megatron-LM is not available.",
-    "dynamo_": _COMPILE,
     "tpu_": "A pod is not reached from here: start the same command on each of its machines, with --tpu.",
     "no_tpu_cluster": "Leave it out: each machine of a pod runs this command itself, with --tpu.",
     "downcast_bf16": "It halves all numbers unseen. Use --mixed_precision bf16.",
@@ -86,8 +84,8 @@ def extract_launch(arguments: Sequence[str]) -> Given:
     while rest:
         argument = rest.pop(0)
         name, has_value, value = _split(argument) if argument.startswith("--") else ("", False, "")
-        if section_of(name) is not None:
-            raise ConfigError(f"--{name} is for scripts. A file names its strategy itself: --trainer.strategy=fsdp.")
+        if (section := section_of(name)) is not None:
+            raise ConfigError(f"--{name} is for scripts. A file says it itself: {SECTIONS[section].in_files}.")
         if name not in OPTIONS or OPTIONS[name].is_for_scripts:
             given.rest.append(argument)
             continue
@@ -140,7 +138,8 @@ def absent(name: str) -> str | None:
 def options_help(*, is_for_scripts: bool) -> str:
     """The lines of the help, one per option."""
     lines = []
-    for title, table in (("", COMMON), ("FSDP", FSDP), ("DeepSpeed", DEEPSPEED), ("a mesh", MESH), ("FP8", FP8)):
+    tables = {"": COMMON, "FSDP": FSDP, "DeepSpeed": DEEPSPEED, "a mesh": MESH, "FP8": FP8, "compiling": DYNAMO}
+    for title, table in tables.items():
         shown = {name: option for name, option in table.items() if is_for_scripts or not option.is_for_scripts}
         width = 4 + max((len(name) for name in shown), default=0)
         lines += [f"\n{title}:"] if title and shown else []

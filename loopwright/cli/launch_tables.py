@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ..distributed.environment import PREFIXES
 from ..distributed.parallelism import ROTATIONS
+from ..strategies.dynamo_plugin import BACKENDS, MODES
 from ..strategies.fsdp_words import BACKWARD_PREFETCHES, SHARDING_STRATEGIES, STATE_DICT_TYPES, WRAP_POLICIES
 
 OURS, ACCELERATES = PREFIXES
@@ -189,6 +190,16 @@ FP8: Mapping[str, Option] = {
     ),
     "fp8_opt_level": _text(f"{_FP8}OPT_LEVEL", "msamp: what it keeps in FP8", ("O1", "O2")),
 }
+_DYNAMO = f"{ACCELERATES}DYNAMO_"
+DYNAMO: Mapping[str, Option] = {
+    "dynamo_backend": _text(f"{_DYNAMO}BACKEND", "what compiles the models of an Accelerator", BACKENDS),
+    "dynamo_mode": _text(f"{_DYNAMO}MODE", "what it aims at", MODES),
+    "dynamo_use_fullgraph": Option(bool, "a graph that breaks is an error", (), True, f"{_DYNAMO}USE_FULLGRAPH"),
+    "dynamo_use_dynamic": Option(bool, "shapes are variables from the beginning", (), True, f"{_DYNAMO}USE_DYNAMIC"),
+    "dynamo_use_regional_compilation": Option(
+        bool, "compile repeated layers, once for all of them", (), True, f"{_DYNAMO}USE_REGIONAL_COMPILATION"
+    ),
+}
 
 
 class Section(NamedTuple):
@@ -201,7 +212,14 @@ class Section(NamedTuple):
     switch: str
     """The option that switches it on."""
     word: str = ""
-    """With which word; none: the option is a bool."""
+    """With which word; none: any but "no", or the option is a bool."""
+    in_files: str = "--trainer.strategy=fsdp"
+    """What stands for it in the file of a run."""
+
+    @property
+    def takes_word(self) -> bool:
+        """Whether its switch has a word; then it does not say how the model is spread, and goes with any strategy."""
+        return OPTIONS[self.switch].kind is str
 
     def shown(self) -> str:
         """The switch as it stands on a command line."""
@@ -209,17 +227,19 @@ class Section(NamedTuple):
 
     def is_on(self, options: Mapping[str, object]) -> bool:
         """Whether options switch it on."""
-        return options.get(self.switch) == self.word if self.word else bool(options.get(self.switch))
+        value = options.get(self.switch)
+        return value == self.word if self.word else value not in (None, False, "no")
 
 
 SECTIONS: Mapping[str, Section] = {
     "fsdp_config": Section(FSDP, "fsdp_", "use_fsdp"),
     "deepspeed_config": Section(DEEPSPEED, "deepspeed_", "use_deepspeed"),
     "parallelism_config": Section(MESH, "parallelism_config_", "use_parallelism_config"),
-    "fp8_config": Section(FP8, "fp8_", "mixed_precision", "fp8"),
+    "fp8_config": Section(FP8, "fp8_", "mixed_precision", "fp8", "--trainer.precision=fp8"),
+    "dynamo_config": Section(DYNAMO, "dynamo_", "dynamo_backend", "", "--trainer.compile=true"),
 }
 """The sections of a launch file."""
-OPTIONS: Mapping[str, Option] = {**COMMON, **FSDP, **DEEPSPEED, **MESH, **FP8}
+OPTIONS: Mapping[str, Option] = {**COMMON, **FSDP, **DEEPSPEED, **MESH, **FP8, **DYNAMO}
 """All options by name."""
 
 

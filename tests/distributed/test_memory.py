@@ -146,6 +146,7 @@ def test_what_failed_is_gone_before_the_next_try() -> None:
         (torch.OutOfMemoryError("CUDA: no more"), True),
         (RuntimeError("HIP out of memory. Tried to allocate"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True),
         (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), True),
         (RuntimeError("out of memory"), False),

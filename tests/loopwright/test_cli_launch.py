@@ -181,7 +181,6 @@ class TestBadInput:
             (["--use_parallelism_config", "script.py"], r"--use_parallelism_config needs --use_fsdp"),
             (["--use_deepspeed", "--zero_stage=4", "script.py"], r"--zero_stage: got '4'\. Accepted: 0, 1, 2, 3\."),
             (["--use_megatron_lm", "script.py"], r"--use_megatron_lm: Megatron-LM is not available"),
-            (["--dynamo_backend=inductor", "script.py"], r"--dynamo_backend: Compile the model in the script"),
             (["--cpu", "--multi_gpu", "script.py"], r"--cpu and --multi_gpu exclude each other"),
             (["--module", "--no_python", "script"], r"--module and --no_python exclude each other"),
             (["--module", "no_such_module"], r"there is no module 'no_such_module'"),
@@ -296,7 +295,7 @@ class TestFilesInProcesses:
         [
             (["--num_processes=2", "--trainer.max_epoch=3"], "Did you mean trainer.max_epochs?"),
             (["--num_processes=two"], "--num_processes: got 'two'"),
-            (["--use_fsdp"], "--use_fsdp is for scripts. A file names its strategy itself: --trainer.strategy=fsdp."),
+            (["--use_fsdp"], "--use_fsdp is for scripts. A file says it itself: --trainer.strategy=fsdp."),
         ],
     )
     def test_errors_come_before_the_launch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +14,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from loopwright import Accelerator, TorchDynamoPlugin
 from loopwright.distributed.errors import ConfigError
-from loopwright.strategies.compiling import CompiledForward, Compiling, compile_parts, read_compiling
+from loopwright.strategies.compiling import (
+    CompiledForward,
+    Compiling,
+    compile_parts,
+    compiled_codes,
+    read_compiling,
+)
+from loopwright.strategies.forward import AutocastForward
 
 from .sharded import fit, loader, make, state_of, words
 
@@ -111,7 +120,7 @@ WAYS: list[dict[str, Any]] = [
         "strategy": {"name": "fsdp", "activation_checkpointing": True, "reshard_after_forward": False},
         "compile": REGIONAL,
     },
-    {"strategy": "fsdp", "compile": {"backend": "aot_eager"}},
+    {"strategy": "fsdp", "compile": {"backend": "eager"}},
 ]
 
 
@@ -124,7 +133,108 @@ def test_numbers_of_eager_mode(two_processes: Run) -> None:
     assert num_graphs == 0
     alone = _train(8, {"compile": REGIONAL})
     found = [alone, *two_processes(_train_each, 4, WAYS)[0]]
-    for own, value, graphs in found:
+    for (own, value, graphs), parts in zip(found, [1, 1, 1, 1, 3], strict=True):
         torch.testing.assert_close(own, weights, atol=1e-5, rtol=0)
         assert value == pytest.approx(metric, abs=1e-5)
-        assert graphs == 2  # one for training, one for validation, whatever the number of layers
+        assert graphs == 2 * parts  # for training and validation, whatever the number of layers
+
+
+def test_modules_of_torch_are_compiled_whole_each_class_for_itself() -> None:
+    class Nets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+            self.lists = nn.ModuleList([nn.Linear(4, 2)])
+
+    model = Nets()
+    numbers = torch.randn(3, 4)
+    wanted = model.lists[0](model.one(numbers))
+    with compiler() as counts:
+        compile_parts(model, Compiling(options={"backend": "eager", "fullgraph": True}))
+        assert torch.equal(model.lists[0](model.one(numbers)), wanted)
+        assert counts["unique_graphs"] == 2
+        assert sorted(compiled_codes(model).values()) == ["lists.0 (Linear)", "one (Sequential)"]
+
+
+def test_what_its_user_compiled_stays() -> None:
+    task = make(1)
+    task.layers.compile(backend="eager")
+    task.head = torch.compile(task.head, backend="eager")  # type: ignore[assignment]
+    compile_parts(task, Compiling())
+    assert list(compiled_codes(task).values()) == ["embedding (Embedding)"]
+
+
+class TestAccelerator:
+    """Models are compiled in place, inside of the precision and of what a strategy puts around them."""
+
+    @pytest.mark.parametrize("precision", ["no", "bf16"])
+    @pytest.mark.parametrize("regional", [False, True], ids=["whole", "regional"])
+    def test_numbers_and_names_of_eager_mode(self, precision: str, regional: bool) -> None:
+        plain, model = make(1), make(1)
+        found = words(4).tensors[0]
+        plugin = TorchDynamoPlugin(backend="aot_eager", fullgraph=True, use_regional_compilation=regional)
+        with compiler() as counts:
+            accelerator = Accelerator(mixed_precision=precision, dynamo_plugin=plugin)
+            prepared = accelerator.prepare(model)
+            assert prepared is accelerator.prepare(model)
+            wanted, outputs = Accelerator(mixed_precision=precision).prepare(plain)(found), prepared(found)
+            outputs.sum().backward()
+            assert counts["unique_graphs"] == 1
+        torch.testing.assert_close(outputs, wanted)
+        assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
+        assert list(accelerator.get_state_dict(prepared)) == list(plain.state_dict())
+        assert not isinstance(vars(model).get("forward"), AutocastForward) or precision == "bf16"
+        unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+        assert isinstance(vars(unwrapped).get("forward"), CompiledForward) != regional
+
+    def test_a_model_without_repeated_layers_is_compiled_whole(self) -> None:
+        plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+        with compiler() as counts:
+            model = Accelerator(dynamo_plugin=plugin).prepare(nn.Linear(2, 2))
+            model(torch.ones(1, 2))
+            assert counts["unique_graphs"] == 1
+
+    def test_what_is_compiled_already_is_not_compiled_twice(self) -> None:
+        model = torch.compile(nn.Linear(2, 2), backend="eager")
+        assert Accelerator(dynamo_backend="eager").prepare(model) is model
+        assert not any("forward" in vars(part) for part in model._orig_mod.modules())  # type: ignore[attr-defined]
+
+    def test_nothing_is_compiled_unless_it_is_asked_for(self) -> None:
+        for plugin in (TorchDynamoPlugin(), TorchDynamoPlugin(backend="eager", disable=True)):
+            model = Accelerator(dynamo_plugin=plugin).prepare(nn.Linear(2, 2))
+            assert "forward" not in vars(model)
+
+    def test_copies_and_pickles_run_their_own_weights(self) -> None:
+        with compiler():
+            model = Accelerator(dynamo_backend="eager").prepare(nn.Linear(2, 2))
+            ones = torch.ones(1, 2)
+            before = model(ones)
+            for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                nn.init.zeros_(other.weight)
+                assert torch.equal(other(ones)[0], other.bias)
+                assert torch.equal(model(ones), before)
+
+
+def _accelerate(steps: int, backend: str) -> tuple[dict[str, Tensor], int, dict[str, int]]:
+    with compiler() as counts:
+        accelerator = Accelerator(dynamo_backend=backend)
+        task = make(1, kind="sgd")
+        names = list(task.state_dict())
+        model, optimizer, data = accelerator.prepare(task, task.configure_optimizers(), loader(8 * steps, 4))
+        for batch in data:
+            accelerator.backward(model(batch[0]).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        state = accelerator.get_state_dict(model)
+        assert list(state) == names
+        return (
+            {name: value.clone() for name, value in state.items()},
+            counts["unique_graphs"],
+            accelerator.recompilations,
+        )
+
+
+def test_two_processes_under_ddp(two_processes: Run) -> None:
+    wanted, found = (two_processes(_accelerate, 2, backend)[0] for backend in ("no", "eager"))
+    torch.testing.assert_close(found[0], wanted[0])
+    assert (wanted[1], found[1], found[2]) == (0, 1, {})

@@ -46,7 +46,7 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs(enabled=False)]}, r"You can only pass one AutocastKwargs"),
     ({"kwargs_handlers": [{"enabled": True}]}, r"is no handler object\. Accepted: .*GradScalerKwargs"),
     ({"kwargs_handlers": [GradScalerKwargs]}, r"is no handler object\. Did you mean 'GradScalerKwargs'\?"),
-    ({"dynamo_backend": "inductor"}, r"dynamo_backend='inductor'\) can't be used here\. Call torch\.compile\(model"),
+    ({"dynamo_backend": "inducter"}, r"backend='inducter'\) is unknown\. Did you mean 'inductor'\?"),
     ({"fsdp_plugin": object()}, r"fsdp_plugin=<object .*>\. Expected FullyShardedDataParallelPlugin"),
     ({"split_batches": True}, r"Use dataloader_config=DataLoaderConfiguration\(split_batches=\.\.\.\)"),
     ({"rng_types": ["generatr"]}, r"rng_types holds 'generatr', which is unknown\. Did you mean 'generator'\?"),
