@@ -29,6 +29,7 @@ def check(said: str, kills: int) -> None:
     assert found[3] == found[4]
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_by_kills(repository: Path) -> None:
     check(soak(repository, 10), 10)
 

@@ -29,6 +29,7 @@ def numbers_printed(script: str, command: list[str], accumulate: int, folder: Pa
     return [(float(loss), float(accuracy)) for loss, accuracy in found]
 
 
+@pytest.mark.slow
 def test_the_script_after_gives_the_same_numbers_on_one_process_and_on_two(tmp_path: Path) -> None:
     alone = numbers_printed(AFTER, [sys.executable], 4, tmp_path / "alone")
     assert alone[-1][1] > 0.93

@@ -49,6 +49,7 @@ def check_starts(names: list[str], folder: Path) -> None:
         assert printed(STARTS[name], folder / name) == (2, pytest.approx(loss, abs=2e-4))
 
 
+@pytest.mark.slow
 def test_the_script_gives_the_same_loss_on_two_processes_that_it_starts_itself(tmp_path: Path) -> None:
     check_starts(["by_itself"], tmp_path)
 

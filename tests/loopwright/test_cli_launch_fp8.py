@@ -196,6 +196,7 @@ if accelerator.is_main_process:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is missing")
+@pytest.mark.slow
 def test_a_script_of_two_processes_computes_in_fp8() -> None:
     Path("script.py").write_text(SCRIPT)
     flags = ["--cpu", "--num_processes=2", "--mixed_precision=fp8", "--fp8_backend=ao"]

@@ -307,6 +307,7 @@ def trained(*flags: str) -> Any:
     return told
 
 
+@pytest.mark.slow
 def test_the_self_check_trains_with_the_strategy_of_the_file(capfd: pytest.CaptureFixture[str]) -> None:
     Path("launch.yaml").write_text(f"{FSDP_1}\nuse_cpu: true\n".replace("Block,Other", "Linear"))
     assert main(["test", "--config_file=launch.yaml"]) == 0
@@ -314,6 +315,7 @@ def test_the_self_check_trains_with_the_strategy_of_the_file(capfd: pytest.Captu
     assert [line[:3] for line in lines] == ["ok:", "ok:", "ok:", "All"]
 
 
+@pytest.mark.slow
 def test_a_script_that_was_written_for_accelerate_trains_as_in_one_process() -> None:
     alone = trained("--num_processes=1", "--use_fsdp")
     Path("launch.yaml").write_text(FSDP_1.replace("bf16", "no").replace("Block,Other", "Block"))

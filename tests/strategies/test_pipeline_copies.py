@@ -36,6 +36,7 @@ def _without(state: dict[str, Any], ending: str) -> dict[str, Any]:
     return {name: value for name, value in state.items() if not name.endswith(ending)}
 
 
+@pytest.mark.slow
 def test_numbers_of_one_process_and_a_resume(four_processes: Run, tmp_path: Any) -> None:
     path, one = str(tmp_path / "four"), str(tmp_path / "one")
     wanted = {kind: train(kind, 6, 8, {}) for kind in KINDS}

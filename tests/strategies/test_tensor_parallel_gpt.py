@@ -36,6 +36,7 @@ def _losses(last: int, options: dict[str, Any], resume_from: str | None = None, 
     return [loss for _, loss in tracker.runs[0].series("train/bits_per_byte")] if tracker.runs else []
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_losses_of_one_and_go_on_otherwise(
     two_processes: Callable[..., list[Any]], tmp_path: Path
 ) -> None:

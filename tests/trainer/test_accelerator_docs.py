@@ -31,6 +31,7 @@ def numbers_printed(command: list[str], folder: Path) -> list[float]:
     return [float(number) for line in lines for number in re.findall(r"\d\.\d{4}", line)]
 
 
+@pytest.mark.slow
 def test_the_example_gives_the_same_numbers_on_one_process_and_on_two(tmp_path: Path) -> None:
     alone = numbers_printed([sys.executable], tmp_path / "alone")
     assert len(alone) == 10

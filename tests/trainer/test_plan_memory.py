@@ -173,6 +173,7 @@ class TestMeasured:
         ]  # fmt: skip
         check(cases, two_processes(compare_all, cases)[0])
 
+    @pytest.mark.slow
     def test_options_of_fsdp(self, two_processes: Run) -> None:
         def fsdp(**options: Any) -> dict[str, Any]:
             return {"name": "fsdp", **options}
