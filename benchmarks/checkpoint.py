@@ -1,6 +1,6 @@
 """What saving and loading a checkpoint costs beside safetensors and torch, interleaved in one process.
 
-    python benchmarks/checkpoint.py [--quick] [--rounds 9] [--folder DIR] [--threads 2]
+    python benchmarks/checkpoint.py [--quick] [--rounds 9] [--parts save load held] [--folder DIR] [--threads 2]
 
 A model of 50M parameters with AdamW's two moments: 604 MB. Every save ends with the bytes on the disk. Each round
 does everything once; the tables have medians, the median of the ratios within a round, the ratio of the quickest, and
@@ -137,53 +137,78 @@ def begin_save(path: Path, training: Training, previous: PendingSave | None, sta
     started.append(start_saving(path, training.contents(), Facts(), previous=previous))
 
 
-def measure(training: Training, folder: Path, rounds: int) -> tuple[Rows, Rows, Rows]:
-    """Saves, loads, and copies that training waits for; for each name what it took in each round."""
-    saves: Rows = {}
-    loads: Rows = {}
-    holds: Rows = {}
-    targets, copy = training.tensors(), {name: value.clone() for name, value in training.tensors().items()}
-    pending: PendingSave | None = None
+def measure_saves(training: Training, folder: Path, rounds: int) -> Rows:
+    """What each way to save took in each round. Afterwards a checkpoint and a plain file are there."""
+    rows: Rows = {}
+    plain, pickled, own = (folder / name for name in ("plain", "pickled", "own"))
+    acts: list[tuple[str, Callable[[], object]]] = [
+        ("safetensors + fsync", lambda: save_plain(training, plain)),
+        ("loopwright", lambda: save_checkpoint(own, training.contents(), Facts())),
+        ("safetensors + fsync, again", lambda: save_plain(training, plain)),
+        ("torch.save + fsync", lambda: save_torch(training, pickled)),
+    ]
     for index in range(rounds + 1):
-        plain, pickled, own, background = (folder / name for name in ("plain", "pickled", "own", "background"))
-        acts: list[tuple[Rows, str, Callable[[], object]]] = [
-            (saves, "safetensors + fsync", lambda plain=plain: save_plain(training, plain)),
-            (saves, "loopwright", lambda own=own: save_checkpoint(own, training.contents(), Facts())),
-            (saves, "safetensors + fsync, again", lambda plain=plain: save_plain(training, plain)),
-            (saves, "torch.save + fsync", lambda pickled=pickled: save_torch(training, pickled)),
-        ]
-        for rows, name, act in acts[index % 4 :] + acts[: index % 4]:
+        for name, act in acts[index % 4 :] + acts[: index % 4]:
             for path in (plain, pickled):
                 path.unlink(missing_ok=True)
             if name == "loopwright":
                 shutil.rmtree(own, ignore_errors=True)
             warm_the_page_cache(training, folder / "warm")
             rows.setdefault(name, []).append(peak_growth(act))
-        save_plain(training, plain)
-        checkpoint = open_checkpoint(own, verify="sizes")
-        for name, act in (
-            ("safetensors", lambda plain=plain: load_plain(plain, targets)),
-            ("loopwright", lambda checkpoint=checkpoint: load_own(checkpoint, training)),
-            ("safetensors, again", lambda plain=plain: load_plain(plain, targets)),
-            ("verifying all", lambda own=own: open_checkpoint(own)),
-        ):
-            loads.setdefault(name, []).append(peak_growth(act))
-        names = ("plain copy", "loopwright, in the background", "plain copy, again")
+    return rows
+
+
+def measure_loads(training: Training, folder: Path, rounds: int) -> Rows:
+    """What each way to load took in each round."""
+    rows: Rows = {}
+    plain, own, targets = folder / "plain", folder / "own", training.tensors()
+    save_plain(training, plain)
+    shutil.rmtree(own, ignore_errors=True)
+    save_checkpoint(own, training.contents(), Facts())
+    checkpoint = open_checkpoint(own, verify="sizes")
+    acts: list[tuple[str, Callable[[], object]]] = [
+        ("safetensors", lambda: load_plain(plain, targets)),
+        ("loopwright", lambda: load_own(checkpoint, training)),
+        ("safetensors, again", lambda: load_plain(plain, targets)),
+        ("verifying all", lambda: open_checkpoint(own)),
+    ]
+    for _ in range(rounds + 1):
+        for name, act in acts:
+            rows.setdefault(name, []).append(peak_growth(act))
+    return rows
+
+
+def measure_holds(training: Training, folder: Path, rounds: int) -> Rows:
+    """What training waits for in each round. No memory is watched: that would keep the interpreter busy, which a
+    training does not.
+    """
+    rows: Rows = {}
+    targets, copies = training.tensors(), {name: value.clone() for name, value in training.tensors().items()}
+    pending: PendingSave | None = None
+    names = ("plain copy", "loopwright, in the background", "plain copy, again")
+    for index in range(rounds + 1):
         for name in names[index % 3 :] + names[: index % 3]:
-            shutil.rmtree(background, ignore_errors=True)
+            shutil.rmtree(folder / "background", ignore_errors=True)
             os.sync()  # what was written or removed before does not go on beside the copies
-            copy_all(targets, copy)
+            copy_all(targets, copies)
             started: list[PendingSave] = []
-            act = functools.partial(copy_all, targets, copy)
+            act = functools.partial(copy_all, targets, copies)
             if not name.startswith("plain"):
-                act = functools.partial(begin_save, background, training, pending, started)
+                act = functools.partial(begin_save, folder / "background", training, pending, started)
             gc.collect()
             began = time.perf_counter()
-            act()  # no memory is watched: that would keep the interpreter busy, which a training does not
-            holds.setdefault(name, []).append((time.perf_counter() - began, math.nan))
+            act()
+            rows.setdefault(name, []).append((time.perf_counter() - began, math.nan))
             for pending in started:
                 pending.wait()
-    return saves, loads, holds
+    return rows
+
+
+PARTS: dict[str, Callable[[Training, Path, int], Rows]] = {
+    "save": measure_saves,
+    "load": measure_loads,
+    "held": measure_holds,
+}
 
 
 def report(title: str, rows: Rows) -> str:
@@ -206,6 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small model and 2 rounds, to see that it runs")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="the tables that are printed")
     parser.add_argument("--folder", type=Path, help="where to write; by default the folder for temporary files")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch, which copy tensors")
     arguments = parser.parse_args()
@@ -213,9 +239,10 @@ def main() -> None:
     training = Training(1 if arguments.quick else 12)
     size = sum(value.numel() * value.element_size() for value in training.tensors().values())
     print(f"{size / 1e6:.0f} MB in {len(training.tensors())} tensors, torch {torch.__version__}\n")
+    rounds = 2 if arguments.quick else arguments.rounds
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        rows = measure(training, Path(folder), 2 if arguments.quick else arguments.rounds)
-    print("\n\n".join(report(title, each) for title, each in zip(("save", "load", "held"), rows, strict=True)))
+        for part in arguments.parts:
+            print(report(part, PARTS[part](training, Path(folder), rounds)), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

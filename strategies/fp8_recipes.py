@@ -12,14 +12,12 @@ from torch import nn
 from ..distributed.environment import read_flag, read_int, read_text, read_variable
 from ..distributed.errors import ConfigError, MissingDependencyError, check_boolean, check_integer, suggest
 from ..distributed.imports import is_installed
+from .fp8_words import AMAX_ALGORITHMS, BACKENDS, FORMATS, OPT_LEVELS
 from .handlers import Handlers, KwargsHandler
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "mxfp8_with_gw_hp")
 """torchao's ways of scaling: one factor per tensor, per row, per row with gradients of weights in high precision, per
 block of 32, and the same with these gradients in high precision."""
-FORMATS = ("HYBRID", "E4M3", "E5M2")
-AMAX_ALGORITHMS = ("max", "most_recent")
-OPT_LEVELS = ("O1", "O2")
 
 LayerFilter: TypeAlias = Callable[[nn.Module, str], bool]
 """Is given a module and its name, and says whether it is converted."""
@@ -180,7 +178,9 @@ class MSAMPRecipeKwargs(KwargsHandler, RecipeKwargs):
 
 FP8Recipe: TypeAlias = AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs
 
-RECIPES: Mapping[str, type[FP8Recipe]] = {"ao": AORecipeKwargs, "te": TERecipeKwargs, "msamp": MSAMPRecipeKwargs}
+RECIPES: Mapping[str, type[FP8Recipe]] = dict(
+    zip(BACKENDS, (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs), strict=True)
+)
 """The recipe of each backend, by Accelerate's word for it."""
 _ALIASES = {"torchao": "ao", "transformer_engine": "te", "transformer-engine": "te", "ms-amp": "msamp"}
 _MODULES = {"ao": "torchao", "te": "transformer_engine", "msamp": "msamp"}

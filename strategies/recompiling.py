@@ -55,17 +55,13 @@ class Recompilations:
             found[name] = found.get(name, 0) + count
         return found
 
-    def begin(self) -> None:
-        """Count from now on, where it does not do so yet."""
-        if self._stop is None:
-            self.start()
-
     def start(self) -> None:
-        """Count from now on, from 0."""
+        """Count from now on, from 0, where it does not do so yet."""
+        if self._stop is not None:
+            return
         from torch._dynamo.callback import callback_handler  # here: it takes a second
         from torch._dynamo.utils import guard_failures
 
-        self.stop()
         self._known = {code: len(texts) for code, texts in guard_failures.items()}
         self._counts = {}
         look = weakref.WeakMethod(self._look)  # torch's list is not to keep the models

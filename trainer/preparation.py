@@ -268,7 +268,7 @@ class Preparation:
         self.strategy.precision.prepare_model(model)
         if self._compiling is not None:
             compile_model(model, self._compiling)
-            self.recompilations.begin()
+            self.recompilations.start()
         if self._context is not None:
             wrap_forward(model, self._context, self.strategy.precision.convert_inputs)
         is_dispatched = is_spread(model)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from ..distributed.environment import PREFIXES
 from ..distributed.parallelism import ROTATIONS
 from ..strategies.dynamo_plugin import BACKENDS, MODES
+from ..strategies.fp8_words import AMAX_ALGORITHMS, FORMATS, OPT_LEVELS
+from ..strategies.fp8_words import BACKENDS as FP8_BACKENDS
 from ..strategies.fsdp_words import BACKWARD_PREFETCHES, SHARDING_STRATEGIES, STATE_DICT_TYPES, WRAP_POLICIES
 
 OURS, ACCELERATES = PREFIXES
@@ -171,7 +173,7 @@ MESH: Mapping[str, Option] = {
 }
 _FP8 = f"{ACCELERATES}FP8_"
 FP8: Mapping[str, Option] = {
-    "fp8_backend": _text(f"{_FP8}BACKEND", "torchao, Transformer Engine or MS-AMP", ("ao", "te", "msamp")),
+    "fp8_backend": _text(f"{_FP8}BACKEND", "torchao, Transformer Engine or MS-AMP", FP8_BACKENDS),
     "fp8_enable_fsdp_float8_all_gather": _claim(f"{_FP8}ENABLE_FSDP_FLOAT8_ALL_GATHER", "ao: gather weights in FP8"),
     "fp8_pad_inner_dim": _claim(f"{_FP8}PAD_INNER_DIM", "ao: fill dimensions up to multiples of 16"),
     "fp8_use_autocast_during_eval": Option(
@@ -179,16 +181,16 @@ FP8: Mapping[str, Option] = {
     ),
     "fp8_margin": _number(f"{_FP8}MARGIN", "te: powers of two that its scaling leaves free"),
     "fp8_interval": _number(f"{_FP8}INTERVAL", "te: after how many steps it scales anew"),
-    "fp8_format": _text(f"{_FP8}FORMAT", "te: the numbers", ("HYBRID", "E4M3", "E5M2")),
+    "fp8_format": _text(f"{_FP8}FORMAT", "te: the numbers", FORMATS),
     "fp8_amax_history_len": _number(f"{_FP8}AMAX_HISTORY_LEN", "te: how many of the largest values it keeps"),
-    "fp8_amax_compute_algo": _text(f"{_FP8}AMAX_COMPUTE_ALGO", "te: by which it scales", ("max", "most_recent")),
+    "fp8_amax_compute_algo": _text(f"{_FP8}AMAX_COMPUTE_ALGO", "te: which of them it scales by", AMAX_ALGORITHMS),
     "fp8_override_linear_precision": Option(
         str,
         "te: whether outputs, gradients of inputs and of weights are in high precision, such as true,false,false",
         is_for_scripts=True,
         parts=tuple(f"{_FP8}OVERRIDE_{name}" for name in ("FPROP", "DGRAD", "WGRAD")),
     ),
-    "fp8_opt_level": _text(f"{_FP8}OPT_LEVEL", "msamp: what it keeps in FP8", ("O1", "O2")),
+    "fp8_opt_level": _text(f"{_FP8}OPT_LEVEL", "msamp: what it keeps in FP8", OPT_LEVELS),
 }
 _DYNAMO = f"{ACCELERATES}DYNAMO_"
 DYNAMO: Mapping[str, Option] = {
@@ -245,7 +247,7 @@ OPTIONS: Mapping[str, Option] = {**COMMON, **FSDP, **DEEPSPEED, **MESH, **FP8, *
 
 def section_of(name: str) -> str | None:
     """The section that an option belongs to, None where it is for all."""
-    return next((name_of for name_of, section in SECTIONS.items() if name in section.table), None)
+    return next((section for section, found in SECTIONS.items() if name in found.table), None)
 
 
 def variables_of(options: Mapping[str, object]) -> dict[str, str]:
