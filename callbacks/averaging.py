@@ -115,8 +115,8 @@ class WeightAveraging(Callback, ABC):
             )
         if not trainer.shows_weights:
             raise ConfigError(
-                f"{self._name} can't average weights that are elsewhere between two steps, as those of a pipeline's "
-                "other stages, or on NVMe. Use strategy='fsdp', or offload to the CPU."
+                f"{self._name} can't average weights that are elsewhere between two steps, such as on NVMe. Offload "
+                "them to the CPU, or use strategy='fsdp'."
             )
         self._forget()
         self._task, self._is_finished = task, False

@@ -83,5 +83,6 @@ class FlatPart(Tensor):
         buffer = torch.zeros(self.shape.numel(), dtype=self.dtype, device=device or self.device)
         buffer[self.begin : self.begin + len(self.local)].copy_(self.local)
         if dist.is_initialized():
-            dist.all_reduce(buffer.view(torch.uint8))  # as bytes: a sum with zeros leaves each as it is, also -0.0
+            # As bytes, of which others have zeros or, where several hold the range, the same: each stays, also -0.0.
+            dist.all_reduce(buffer.view(torch.uint8), op=dist.ReduceOp.MAX)
         return buffer.view(self.shape)

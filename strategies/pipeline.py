@@ -249,9 +249,16 @@ class PipelineStrategy(Strategy):
             dist.all_reduce(both, group=self._here.pipeline)
         return [norm if count else None for norm, count in zip(both[0], both[1].tolist(), strict=True)]
 
-    @property
-    def shows_weights(self) -> bool:
-        return self.process.num_processes == 1
+    def weight_part(self, model: nn.Module, parameter: Tensor) -> Tensor:
+        """A parameter or buffer of a layer: all of it in the process that has the layer, nothing of it elsewhere; what
+        is in no layer is itself. Local.
+
+        Raises:
+            ConfigError: its elements don't lie in memory in their order.
+        """
+        found = self._find(model)
+        holder = None if found is None else found.cut.holder_of(parameter)
+        return parameter if holder is None else pipeline_state.part_of(parameter, holder == self._here.place)
 
     @property
     def can_save_alone(self) -> bool:

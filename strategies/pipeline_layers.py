@@ -60,6 +60,14 @@ class Cut:
         """The process that has an entry of the model's state dict; None: all have it."""
         return self.modules.get(id(self.model.get_submodule(entry.rpartition(".")[0])))
 
+    def holder_of(self, tensor: Tensor) -> int | None:
+        """The process that has the values of a parameter or buffer; None: all have them."""
+        holder = self.parameters.get(id(tensor))
+        if holder is not None or isinstance(tensor, nn.Parameter):
+            return holder
+        layers = ((owner, layer) for owner, stage in zip(self.owners, self.stages, strict=True) for layer in stage)
+        return next((owner for owner, layer in layers if any(tensor is each for each in layer.buffers())), None)
+
     def trained_by(self, process: int) -> list[nn.Parameter]:
         """The trainable parameters in the stages of a process, each once."""
         stages = self.entries_of(process).values()

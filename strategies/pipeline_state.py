@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..checkpoint.flat import FlatPart
 from ..checkpoint.stored import read_all
-from ..distributed.errors import CheckpointError
+from ..distributed.errors import CheckpointError, ConfigError
 from ..distributed.exchange import exchange
 from ..distributed.sending import as_bytes
 from .optimizer import parameters_of
@@ -51,6 +52,21 @@ def load_model_state(cut: Cut, place: int, state: Mapping[str, Any], strict: boo
         return value if is_here or value.shape != own[name].shape else own[name]  # which torch copies onto itself
 
     cut.model.load_state_dict({name: wanted(name, value) for name, value in state.items()}, strict=strict)
+
+
+def part_of(tensor: Tensor, is_here: bool) -> FlatPart:
+    """A tensor of one process as its part: all of it there, in the same memory, and nothing of it elsewhere. Local.
+
+    Raises:
+        ConfigError: its elements don't lie in memory in their order.
+    """
+    if is_here and not tensor.is_contiguous():
+        raise ConfigError(
+            f"a weight of shape {tuple(tensor.shape)} lies in memory with the strides {tensor.stride()}, where "
+            "strategy='pipeline' can't give callbacks its part. Make it contiguous in the task's __init__."
+        )
+    values = tensor.detach()
+    return FlatPart(values.view(-1) if is_here else values.new_empty(0), 0, tensor.shape)
 
 
 @contextmanager
