@@ -83,8 +83,12 @@ class Agreement:
         """Whether all left the newest window, since control flow left it on one before its gradients were reduced."""
         self.had_loss = False
         """Whether any process has had a loss in this run."""
+        self.is_batch_done = False
+        """Whether the newest batch is over, and counts whatever comes."""
         self.seed = 0
         """Process 0's seed, from which each process has its own random numbers in training."""
+        self._newest = 0, 0
+        """The samples and tokens of the newest batch, which count from before it is trained: they travel with it."""
         self._is_manual = False
         self._steering = Steering()
         self._pending: PendingVector | None = None
@@ -161,7 +165,9 @@ class Agreement:
     def count(self, samples: object, tokens: int) -> None:
         """Count what this process sees of a window; the counters get the sum over all at its end. Local."""
         watch.stand("training_step", self._run.state.step)
-        self.consensus.samples += samples if type(samples) is int else 0
+        self._newest = samples if type(samples) is int else 0, tokens
+        self.is_batch_done = False
+        self.consensus.samples += self._newest[0]
         self.consensus.tokens += tokens
 
     @property
@@ -260,6 +266,9 @@ class Agreement:
         if flow is self._agreed_flow:
             raise flow
         self.consensus.ask_for(flow)
+        if not self.is_batch_done and not self.is_sent:
+            self.consensus.samples -= self._newest[0]
+            self.consensus.tokens -= self._newest[1]
         if self._window.closes and not self._is_decided and not self._is_manual:
             self._run.gradient_state.sync_gradients = True
             self.send(Flag.DROP)

@@ -297,6 +297,7 @@ def count_batch(run: Run, training: Training, batch: Any, samples: object) -> No
     state.batch += 1
     state.micro_step += 1
     if run.agreement is not None:
+        run.agreement.is_batch_done = True
         return  # it counts the samples and tokens of all processes
     if type(samples) is int:
         state.samples += samples

@@ -29,6 +29,38 @@ def at(step: int, error: type[Exception], process: int = 1) -> Any:
     return handle
 
 
+def leave_a_batch() -> list[Any]:
+    """In the events of a batch, in the first and the last of a window, on all processes alike."""
+    results = []
+    for event in ("batch_start", "before_backward", "batch_end", "step"):
+        for error in (EndEpoch, StopRun):
+            for place in (1, 2, 3):
+                calls: list[int] = []
+
+                def leave(*values: Any, calls: Any = calls, error: Any = error, place: int = place) -> None:
+                    calls.append(1)
+                    if len(calls) == place:
+                        raise error("why")
+
+                task = type("Counts", (Scalar,), {"count_tokens": lambda self, batch: 5})()
+                data = Presharded(batches(1, 2, 3, 4, 5))
+                found = fit(task, data, max_epochs=2, accumulate=2, callbacks=Watch(**{event: leave}))
+                counters = found.state.counters()
+                results.append([event, error.__name__, place, {name: counters[name] for name in COUNTED}])
+    return results
+
+
+COUNTED = ("step", "micro_step", "samples", "tokens", "epoch")
+
+
+def test_a_batch_that_is_left_counts_as_on_one_process(two_processes: Any) -> None:
+    wanted = leave_a_batch()
+    for *_, counters in wanted:
+        counters["samples"], counters["tokens"] = 2 * counters["samples"], 2 * counters["tokens"]
+    first, second = two_processes(leave_a_batch)
+    assert first == second == wanted
+
+
 class Manual(Scalar):
     def __init__(self) -> None:
         super().__init__()
