@@ -451,7 +451,7 @@ class Paired:
 
     def __enter__(self) -> None:
         try:
-            self._run.emit(self._start)
+            self._emit(self._start)
         except BaseException as error:
             if self._holds_stop and isinstance(error, StopRun):
                 self.held = error
@@ -465,10 +465,14 @@ class Paired:
             self._end_despite(error)
             return
         try:
-            self._run.emit(self._end, *self._end_values())
+            self._emit(self._end, *self._end_values())
         except BaseException as failure:
             self._run.fail(failure)
             raise
+
+    def _emit(self, event: Event, *values: Any) -> None:
+        watch.stand(event.__name__, self._run.state.step)
+        self._run.emit(event, *values)
 
     def _end_despite(self, error: BaseException) -> None:
         self._run.fail(error)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from loopwright.callbacks.callback import EndEpoch, StopRun
 from loopwright.distributed.errors import ConfigError, MetricError, TaskError
+from loopwright.distributed.positions import HERE
 from loopwright.trackers.memory import MemoryTracker
 
 from .tiny import Scalar, Scheduled, Watch, batches, fit, ones, tracked, trainer
@@ -50,6 +51,19 @@ def test_another_trainer_on_the_same_task_inside_a_run() -> None:
 
     found = fit(Logs(), ones(2), max_epochs=2, callbacks=Watch(epoch_end=look))
     assert (seen, found.state.step) == ([2, 2], 4)
+
+
+def test_reports_say_which_run_and_event_a_process_is_in() -> None:
+    seen: list[str] = []
+
+    def look(*values: Any) -> None:
+        seen.append(str(HERE))
+
+    fit(Scalar(), ones(3))
+    watched = Watch(fit_start=look, epoch_start=look, validation_start=look, epoch_end=look, fit_end=look)
+    fit(Scalar(), ones(2), ones(1), callbacks=watched)
+    events = [("on_fit_start", 0), ("on_epoch_start", 0), ("on_validation_start", 2), ("on_epoch_end", 2)]
+    assert seen == [f"{event}, step {step}, outside any collective" for event, step in [*events, ("on_fit_end", 2)]]
 
 
 @pytest.mark.parametrize(("steering", "steps"), [(EndEpoch, 6), (StopRun, 2)])
