@@ -12,7 +12,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 ROOMS  := trainer callbacks trackers inference strategies checkpoint data distributed recipes
 
-.PHONY: demo test test-all test-xla lint types links bench soak clean
+.PHONY: demo test test-all compiled test-xla lint types links bench soak clean
 .SECONDARY:
 
 demo: $(VENV)/.installed-recipes
@@ -20,11 +20,16 @@ demo: $(VENV)/.installed-recipes
 	$(BIN)/loopwright test recipes/digits/digits.yaml \
 		--weights "$$(ls -t runs/digits*/checkpoints/best*.safetensors | head -n 1)"
 
-test: $(VENV)/.installed-dev
+test: $(VENV)/.installed-dev compiled
 	$(BIN)/pytest -m "not slow and not gpu" --ignore=tests/xla
 
-test-all: $(VENV)/.installed-dev
+test-all: $(VENV)/.installed-dev compiled
 	$(BIN)/pytest -m "not gpu" --ignore=tests/xla
+
+# Tests start some hundred processes, each of which would compile the package anew where Python is told not to write
+# what it compiled (PYTHONDONTWRITEBYTECODE), for a second of CPU.
+compiled: $(VENV)/.installed-dev
+	@$(BIN)/python -m compileall -q loopwright $(ROOMS) tests
 
 # torch_xla is built for another torch than that of constraints.txt; all else has the same versions. SPMD belongs to a
 # whole process: its tests run in one of their own, on two virtual devices.
