@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from ..checkpoint.sharded import fill_part, is_sharded, local_part, whole
 from ..checkpoint.shards import listed
 from ..checkpoint.stored import StoredTensor
 from ..distributed.errors import CheckpointError, ConfigError
+from ..distributed.exchange import exchange
 
 
 class Place(NamedTuple):
@@ -53,9 +55,10 @@ class Averages:
     They are on the devices of what they average and have its number format; averages of half precision are kept in
     float32, whose steps of a thousandth would be lost there. Of a weight that is spread over processes each has that
     part of the average which it has of the weight. Weights that are tied have one average. Of the buffers
-    those are averaged that are saved with the module, hold fractions, and are finite when the averages begin; the
-    others (counters, masks, caches) stay the module's own. Each process averages its own buffers; where they differ,
-    process 0 has those that are evaluated and saved, as it is with the buffers themselves.
+    those are averaged that are saved with the module, hold fractions, and are finite when the averages begin, in each
+    process that has them; the others (counters, masks, caches) stay the module's own. Each process averages its own buffers; where they differ,
+    process 0 has those that are evaluated and saved, as it is with the buffers themselves. Making them is collective
+    where buffers are in some of the processes alone.
 
     Args:
         module: whose weights they are.
@@ -151,9 +154,12 @@ class Averages:
         if not stay:
             put_back()
 
-    def load(self, saved: Mapping[str, Tensor | StoredTensor]) -> None:
+    def load(self, saved: Mapping[str, Tensor | StoredTensor], *, buffers: bool) -> None:
         """Take over averages that were saved.
 
+        Args:
+            saved: by the names of what they average.
+            buffers: whether buffers were averaged; those that are not among the saved ones are not averaged then.
         Raises:
             CheckpointError: they are of other weights; lists those.
         """
@@ -164,6 +170,9 @@ class Averages:
                 f"{listed(unknown)}. Resume with the task that was saved, or leave "
                 f"{self._owner} out."
             )
+        if buffers:  # what was not finite when they began may be by now
+            for name in [name for name in self.tensors if name not in saved and self._places[name].is_buffer]:
+                del self.tensors[name]
         for name, tensor in saved.items():
             place = self._places[name]
             if place.is_buffer and not self._use_buffers:
@@ -200,8 +209,10 @@ class Averages:
 
     def _add_buffers(self) -> None:
         buffers = {name: place.value for name, place in self._places.items() if place.is_buffer}
-        fractions = {name: b for name, b in buffers.items() if b is not None and b.is_floating_point()}
-        bad = set() if all_finite(fractions.values()) else set(nonfinite_names(fractions))
+        fractions = {name: self._part(b) for name, b in buffers.items() if b is not None and b.is_floating_point()}
+        found = [] if all_finite(fractions.values()) else nonfinite_names(fractions)
+        is_spread = any(is_sharded(part) for part in fractions.values())
+        bad = {*chain(*exchange(found, "averages of buffers"))} if is_spread else {*found}
         for name in fractions:
             if name not in bad:  # the average of an infinity with itself is NaN
                 self._add(name)

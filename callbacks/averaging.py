@@ -245,6 +245,7 @@ class WeightAveraging(Callback, ABC):
         return {
             "num_averaged": self.num_averaged,
             "newest_step": self._newest_step,
+            "use_buffers": self._use_buffers,
             "averages": None if self._averages is None else dict(self._averages.tensors),
         }
 
@@ -267,7 +268,7 @@ class WeightAveraging(Callback, ABC):
         if state["averages"] is not None:
             self._make_averages(trainer)
             assert self._averages is not None
-            self._averages.load(state["averages"])
+            self._averages.load(state["averages"], buffers=state.get("use_buffers", False))
 
 
 def read_every(every: IntervalLike, option: str) -> Interval:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from ..distributed.errors import suggest
 from .callback import Callback, ControlFlow
 from .ledger import Cost, CostLedger
+from .synchronizations import SynchronizationCounter
 
 Event: TypeAlias = Callable[..., None]
 """An event is named by its method: `Callback.on_step`."""
@@ -33,6 +34,7 @@ def bind(
     trainer: Any,
     task: Any,
     ledger: CostLedger | None = None,
+    counter: SynchronizationCounter | None = None,
 ) -> dict[Event, Emit | None]:
     """For each event the function that calls its handlers in order, or None where nobody handles it.
 
@@ -44,15 +46,14 @@ def bind(
         trainer: passed to each handler first.
         task: passed to each handler second.
         ledger: where the time of each handler is added up.
+        counter: counts how often each waits for a device.
     """
     ledger = CostLedger() if ledger is None else ledger
     handlers: dict[Event, list[tuple[Handler, Cost]]] = {event: [] for event in EVENTS.values()}
-    for callback in callbacks:
-        for name in overridden(callback):
-            handler = getattr(callback, name)
-            handlers[EVENTS[name]].append((handler, ledger.cost_of(handler, name)))
-    for event, function in functions:
-        handlers[event].append((function, ledger.cost_of(function, event.__name__)))
+    methods = ((EVENTS[name], getattr(callback, name)) for callback in callbacks for name in overridden(callback))
+    for event, handler in [*methods, *functions]:
+        cost = ledger.cost_of(handler, event.__name__)
+        handlers[event].append((handler if counter is None else counter.counted(handler, cost), cost))
     return {
         event: _emitter(event, found, trainer, task, ledger) if found else None for event, found in handlers.items()
     }

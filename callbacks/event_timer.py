@@ -6,14 +6,14 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, TextIO
 
-from ..distributed.errors import check_number
+from ..distributed.errors import check_boolean, check_number
 from .callback import Callback
 
 if TYPE_CHECKING:
     from .ledger import Cost
     from .view import TaskView, TrainerView
 
-_COLUMNS = ("callback", "event", "calls", "total s", "mean ms", "longest ms", "share")
+_COLUMNS = ("callback", "event", "calls", "total s", "mean ms", "longest ms", "share", "waits")
 
 
 class EventTimer(Callback):
@@ -27,6 +27,8 @@ class EventTimer(Callback):
         slow_seconds: one call that takes longer is warned of, once for each callback and event. None: no warning.
         least_share: callbacks and trackers below this share of the training's time are left out of the table, 0 to 1.
         stream: where the table is written in place of stderr, by the main process.
+        synchronizations: also count how often each callback waits for a device to read values from it, or would wait
+            if it were on one: `item`, `bool`, `nonzero`, masks, copies to the host. Handlers take longer for it.
     Raises:
         ConfigError: an argument is no number of its range.
     """
@@ -34,12 +36,19 @@ class EventTimer(Callback):
     steers = False
 
     def __init__(
-        self, *, slow_seconds: float | None = 1.0, least_share: float = 0.0, stream: TextIO | None = None
+        self,
+        *,
+        slow_seconds: float | None = 1.0,
+        least_share: float = 0.0,
+        stream: TextIO | None = None,
+        synchronizations: bool = False,
     ) -> None:
         if slow_seconds is not None:
             hint = "None: no warning."
             check_number("EventTimer(slow_seconds)", slow_seconds, above=0, allows_infinity=False, hint=hint)
         check_number("EventTimer(least_share)", least_share, least=0, hint="0 shows all.")
+        check_boolean("EventTimer(synchronizations)", synchronizations)
+        self.counts_synchronizations = synchronizations
         self._slow_seconds = slow_seconds
         self._least_share = least_share
         self._stream = stream
@@ -57,7 +66,8 @@ class EventTimer(Callback):
         """Show the table."""
         self._name_slow(trainer)
         if trainer.process.is_main_process:
-            print(cost_table(trainer, self._least_share), file=self._stream or sys.stderr, flush=True)
+            table = cost_table(trainer, self._least_share, synchronizations=self.counts_synchronizations)
+            print(table, file=self._stream or sys.stderr, flush=True)
 
     def _name_slow(self, trainer: TrainerView) -> None:
         for cost in trainer.callback_costs if self._slow_seconds is not None else ():
@@ -71,18 +81,25 @@ class EventTimer(Callback):
                 )
 
 
-def cost_table(trainer: TrainerView, least_share: float = 0.0) -> str:
-    """The costs of a training as a table: each callback at each event, and each tracker, the most expensive first."""
+def cost_table(trainer: TrainerView, least_share: float = 0.0, *, synchronizations: bool = False) -> str:
+    """The costs of a training as a table: each callback at each event, and each tracker, the most expensive first.
+
+    Args:
+        trainer: of the training.
+        least_share: of its time; what took less is left out.
+        synchronizations: whether they were counted, and have a column.
+    """
     total = sum(trainer.training_seconds.values())
     rows = [_row(cost, total) for cost in trainer.callback_costs if cost.calls]
     for name, seconds in trainer.tracker_seconds.items():
-        rows.append((seconds, (f"tracker {name}", "", "", f"{seconds:.3f}", "", "", _share(seconds, total))))
+        rows.append((seconds, (f"tracker {name}", "", "", f"{seconds:.3f}", "", "", _share(seconds, total), "")))
     shown = [cells for seconds, cells in sorted(rows, key=lambda row: -row[0]) if seconds >= least_share * total]
-    widths = [max(map(len, column)) for column in zip(_COLUMNS, *shown, strict=True)]
+    cells = [row if synchronizations else row[:-1] for row in (_COLUMNS, *shown)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)),
                    *(cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True))]).rstrip()
-        for row in (_COLUMNS, *shown)
+        for row in cells
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -90,7 +107,9 @@ def cost_table(trainer: TrainerView, least_share: float = 0.0) -> str:
 def _row(cost: Cost, total: float) -> tuple[float, tuple[str, ...]]:
     mean = cost.seconds / cost.calls
     numbers = f"{cost.calls}", f"{cost.seconds:.3f}", f"{1e3 * mean:.3f}", f"{1e3 * cost.longest:.3f}"
-    return cost.seconds, (cost.owner, cost.event, *numbers, _share(cost.seconds, total))
+    return cost.seconds, (
+        cost.owner, cost.event, *numbers, _share(cost.seconds, total), str(cost.synchronizations)
+    )  # fmt: skip
 
 
 def _share(seconds: float, total: float) -> str:

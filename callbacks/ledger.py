@@ -19,6 +19,8 @@ class Cost:
     calls: int = 0
     longest: float = 0.0
     """The seconds of its longest call."""
+    synchronizations: int = 0
+    """How often it waited for a device, or would have on one; where `EventTimer(synchronizations=True)` counts it."""
 
 
 class CostLedger:
