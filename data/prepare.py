@@ -173,8 +173,9 @@ class _Preparing:
         if isinstance(loader, Presharded):
             own = self._with_own_seeds(loader.loader) if self.draws_by_batch else loader.loader
             return Presharded(self._with_kept_workers(own))
-        if not isinstance(loader, DataLoader):
-            return loader
+        return self._ready_loader(loader, dispatches) if isinstance(loader, DataLoader) else loader
+
+    def _ready_loader(self, loader: DataLoader[Any], dispatches: bool) -> Any:
         if not self.is_alone:
             _refuse_dealt_samples(loader)
         if shuffles(loader) and self.configuration.use_seedable_sampler:

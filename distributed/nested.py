@@ -114,25 +114,32 @@ def send_to_device(data: Any, device: torch.device | str, non_blocking: bool = F
     return moved(data)
 
 
-def map_leaves(data: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
+def map_leaves(
+    data: Any, change: Callable[[str, Any], Any], name: str = "", is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
     """Nested data rebuilt, dataclasses included, with each leaf changed.
 
     Args:
         data: leaves in tuples, named tuples, lists, mappings and dataclasses.
         change: called with how the leaf is reached, `name['x'][0]`, and the leaf.
         name: what stands before.
+        is_leaf: whether one of these is a leaf as a whole. None: none is.
     Returns:
         The same nesting, of the same types. The input is not changed.
     """
+    if is_leaf is not None and is_leaf(data):
+        return change(name, data)
+
+    def inside(value: Any, place: str) -> Any:
+        return map_leaves(value, change, name + place, is_leaf)
+
     if isinstance(data, (tuple, list)):
-        return honor_type(data, [map_leaves(item, change, f"{name}[{index}]") for index, item in enumerate(data)])
+        return honor_type(data, [inside(item, f"[{index}]") for index, item in enumerate(data)])
     if isinstance(data, Mapping):
-        return honor_mapping(data, {key: map_leaves(v, change, f"{name}[{key!r}]") for key, v in data.items()})
+        return honor_mapping(data, {key: inside(value, f"[{key!r}]") for key, value in data.items()})
     if _is_dataclass(data):
         fields = [field.name for field in dataclasses.fields(data) if field.init]
-        return dataclasses.replace(
-            data, **{field: map_leaves(getattr(data, field), change, f"{name}.{field}") for field in fields}
-        )
+        return dataclasses.replace(data, **{field: inside(getattr(data, field), f".{field}") for field in fields})
     return change(name, data)
 
 

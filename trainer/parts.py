@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -15,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..data.sizes import find_batch_size
 from ..distributed.errors import DataError
-from ..distributed.nested import honor_mapping, honor_type, is_namedtuple, named_leaves, recursively_apply
+from ..distributed.nested import is_namedtuple, map_leaves, named_leaves, recursively_apply
 
 
 class Part(NamedTuple):
@@ -65,30 +63,30 @@ def cut(batch: Any, rows: int, most: int) -> list[Part]:
     for index in range(count):
         samples = rows // count + (index < rows % count)
         place = slice(begin, begin + samples)
-        parts.append(Part(_cut(batch, place, rows, "batch"), samples, samples / rows))
+        parts.append(Part(_cut(batch, place, rows), samples, samples / rows))
         begin += samples
     return parts
 
 
-def _cut(data: Any, place: slice, rows: int, name: str) -> Any:
-    if isinstance(data, (str, bytes, numbers.Number, NoneType)):
-        return data
-    if _is_column(data, rows):
-        return data[place]
-    into = partial(_cut, place=place, rows=rows)
-    if isinstance(data, (tuple, list)) and not isinstance(data, PackedSequence):
-        return honor_type(data, [into(item, name=f"{name}[{index}]") for index, item in enumerate(data)])
-    if isinstance(data, Mapping):
-        return honor_mapping(data, {key: into(item, name=f"{name}[{key!r}]") for key, item in data.items()})
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        names = [field.name for field in dataclasses.fields(data) if field.init]
-        return dataclasses.replace(data, **{each: into(getattr(data, each), name=f"{name}.{each}") for each in names})
-    if not _has_shape(data) or isinstance(data, PackedSequence):
-        raise DataError(f"{name} is a {type(data).__name__}, and it can't be told which of it belongs to which sample.")
-    if not len(data.shape):
-        return data
-    rest = data[place]
-    if isinstance(data, Tensor) and data.requires_grad and data.is_leaf:
+def _cut(batch: Any, place: slice, rows: int) -> Any:
+    def change(name: str, leaf: Any) -> Any:
+        if isinstance(leaf, (str, bytes, numbers.Number, NoneType)):
+            return leaf
+        if isinstance(leaf, (list, tuple)) and not isinstance(leaf, PackedSequence):
+            return leaf[place]
+        if not _has_shape(leaf):
+            kind = type(leaf).__name__
+            raise DataError(f"{name} is a {kind}, and it can't be told which of it belongs to which sample.")
+        return _rows_of(leaf, place)
+
+    return map_leaves(batch, change, "batch", lambda data: isinstance(data, PackedSequence) or _is_column(data, rows))
+
+
+def _rows_of(leaf: Any, place: slice) -> Any:
+    if not len(leaf.shape):
+        return leaf
+    rest = leaf[place]
+    if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf:
         rest = rest.detach().requires_grad_()  # a leaf as the whole is: the step may want its gradient
     return rest
 

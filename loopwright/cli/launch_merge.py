@@ -31,23 +31,32 @@ def merged_options(given: Mapping[str, Any]) -> dict[str, Any]:
     if len(kinds) > 1:
         raise ConfigError(f"--{' and --'.join(kinds)} exclude each other. Leave all but one out.")
     sections = _sections(file, given, kinds)
-    from_file = {**file.options}
-    for section in sections:
-        from_file |= file.sections.get(section, {})
-    if given.get("multi_gpu") or given.get("tpu"):
-        from_file.pop("cpu", None)
-    options = {**{name: value for name, value in from_file.items() if not is_set(name)}, **given}
-    options |= _switches(sections)
+    options = _options_of(file, sections, given) | dict(given) | _switches(sections)
     options |= {name: False for name in _KINDS[1:] if kinds and name not in kinds and is_set(name)}
-    if file.is_for_xla and not (kinds or options.get("cpu") or is_set("tpu")):
-        options["tpu"] = True
-    if file.distributed_type not in ("NO", "MULTI_CPU") and "cpu" not in options and not options.get("tpu"):
-        options.setdefault("wants_devices", True)
+    options |= _devices_for(file, options, kinds)
     if "deepspeed_config" in sections and file.path is not None:
         options["deepspeed_fields"] = _deepspeed_fields(file, given)
     _check_unused_sections(file, sections)
     _check_conflicts(options)
     return options
+
+
+def _options_of(file: LaunchFile, sections: Iterable[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file says, where neither a variable nor the command line's kind of devices wins over it."""
+    options = {**file.options}
+    for section in sections:
+        options |= file.sections.get(section, {})
+    if given.get("multi_gpu") or given.get("tpu"):
+        options.pop("cpu", None)
+    return {name: value for name, value in options.items() if not is_set(name)}
+
+
+def _devices_for(file: LaunchFile, options: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """The options that follow from the devices which a file is for."""
+    if file.is_for_xla and not (kinds or options.get("cpu") or is_set("tpu")):
+        return {"tpu": True}
+    is_for_devices = file.distributed_type not in ("NO", "MULTI_CPU") and "cpu" not in options
+    return {"wants_devices": options.get("wants_devices", True)} if is_for_devices and not options.get("tpu") else {}
 
 
 def is_set(name: str) -> bool:
