@@ -54,11 +54,11 @@ class Averages:
 
     They are on the devices of what they average and have its number format; averages of half precision are kept in
     float32, whose steps of a thousandth would be lost there. Of a weight that is spread over processes each has that
-    part of the average which it has of the weight. Weights that are tied have one average. Of the buffers
-    those are averaged that are saved with the module, hold fractions, and are finite when the averages begin, in each
-    process that has them; the others (counters, masks, caches) stay the module's own. Each process averages its own buffers; where they differ,
-    process 0 has those that are evaluated and saved, as it is with the buffers themselves. Making them is collective
-    where buffers are in some of the processes alone.
+    part of the average which it has of the weight. Weights that are tied have one average. Of the buffers those are
+    averaged that are saved with the module, hold fractions, and are finite when the averages begin, in each process
+    that has them; the others (counters, masks, caches) stay the module's own. Each process averages its own buffers;
+    where they differ, process 0 has those that are evaluated and saved, as it is with the buffers themselves. Making
+    them is collective where buffers are in some of the processes alone.
 
     Args:
         module: whose weights they are.

@@ -25,21 +25,24 @@ class FlatPart(Tensor):
         local: what is held, flat, in memory that is shared with the part.
         begin: the place of its first element in the whole tensor.
         shape: of the whole tensor.
+        is_copy: another process holds the range as well, and its values count where they differ.
     """
 
     local: Tensor
     begin: int
+    is_copy: bool
     __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, local: Tensor, begin: int, shape: Sequence[int]) -> FlatPart:
+    def __new__(cls, local: Tensor, begin: int, shape: Sequence[int], is_copy: bool = False) -> FlatPart:
         # torch has no public name for a tensor that has a shape and leaves its memory to another.
         made: FlatPart = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=local.dtype, device=local.device)
         return made
 
-    def __init__(self, local: Tensor, begin: int, shape: Sequence[int]) -> None:
+    def __init__(self, local: Tensor, begin: int, shape: Sequence[int], is_copy: bool = False) -> None:
         self.local = local.detach()
         self.begin = begin
+        self.is_copy = is_copy
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"FlatPart({self.begin} to {self.begin + len(self.local)} of {tuple(self.shape)}, {self.dtype})"
@@ -55,7 +58,7 @@ class FlatPart(Tensor):
         """Raises RuntimeError: it can't be computed from a part."""
         first = args[0] if args else None
         if func in _OF_THE_RANGE and isinstance(first, FlatPart):
-            return FlatPart(func(first.local, *args[1:], **(kwargs or {})), first.begin, first.shape)
+            return FlatPart(func(first.local, *args[1:], **(kwargs or {})), first.begin, first.shape, first.is_copy)
         if func is _aten.copy_.default and isinstance(first, FlatPart) and first.shape == args[1].shape:
             first.local.copy_(first.range_of(args[1]))
             return first
@@ -81,8 +84,8 @@ class FlatPart(Tensor):
             device: where it is put together; by default that of the part.
         """
         buffer = torch.zeros(self.shape.numel(), dtype=self.dtype, device=device or self.device)
-        buffer[self.begin : self.begin + len(self.local)].copy_(self.local)
+        if not self.is_copy:
+            buffer[self.begin : self.begin + len(self.local)].copy_(self.local)
         if dist.is_initialized():
-            # As bytes, of which others have zeros or, where several hold the range, the same: each stays, also -0.0.
-            dist.all_reduce(buffer.view(torch.uint8), op=dist.ReduceOp.MAX)
+            dist.all_reduce(buffer.view(torch.uint8))  # as bytes: a sum with zeros leaves each as it is, also -0.0
         return buffer.view(self.shape)

@@ -92,7 +92,7 @@ def parts_of(tensor: Tensor) -> list[Part]:
 def is_first_copy(tensor: Tensor) -> bool:
     """Whether this process is, of those that hold the same part of a sharded tensor, the one that stores it. Local."""
     if isinstance(tensor, FlatPart):
-        return True
+        return not tensor.is_copy
     sharded: Any = tensor
     mesh = sharded.device_mesh
     coordinate = mesh.get_coordinate()
@@ -128,7 +128,7 @@ def part_like(sharded: Tensor, local: Tensor) -> Tensor:
     if not is_sharded(sharded):
         return local.to(sharded.device)
     if isinstance(sharded, FlatPart):
-        return FlatPart(local.to(sharded.device), sharded.begin, sharded.shape)
+        return FlatPart(local.to(sharded.device), sharded.begin, sharded.shape, sharded.is_copy)
     from torch.distributed.tensor import DTensor
 
     like: Any = sharded

@@ -121,7 +121,7 @@ def load_optimizer_state(driven: Driven, state: Mapping[str, Any]) -> None:
         CheckpointError: the partitions are on NVMe.
     """
     optimizer, stepped = driven.optimizer, driven.stepped
-    optimizer.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
+    optimizer.load_state_dict({"state": {}, "param_groups": read_all(state["param_groups"])})  # a rate may be a tensor
     if is_swapped(driven):
         raise CheckpointError(
             "the optimizer's state is on NVMe, where it can't be put back. Resume with offload_optimizer='cpu', or "

@@ -230,3 +230,6 @@ class DelegatingStrategy(Strategy):
 
     def teardown(self) -> None:
         self.inner.teardown()
+
+    def forget_models(self) -> None:
+        self.inner.forget_models()

@@ -380,6 +380,10 @@ class FSDPStrategy(Strategy):
             load_buffers(found.model, state.get("buffers", {}))
             sharded_state.restore_accumulated(found.entry, state.get("accumulated", {}))
 
+    def forget_models(self) -> None:
+        self._models.clear()
+        self._evaluated = None
+
     @property
     def _saves_whole(self) -> bool:
         if self.plugin is not None:

@@ -258,7 +258,9 @@ class PipelineStrategy(Strategy):
         """
         found = self._find(model)
         holder = None if found is None else found.cut.holder_of(parameter)
-        return parameter if holder is None else pipeline_state.part_of(parameter, holder == self._here.place)
+        if holder is None:
+            return parameter
+        return pipeline_state.part_of(parameter, holder == self._here.place, self._here.copy > 0)
 
     @property
     def can_save_alone(self) -> bool:

@@ -54,9 +54,13 @@ def load_model_state(cut: Cut, place: int, state: Mapping[str, Any], strict: boo
     cut.model.load_state_dict({name: wanted(name, value) for name, value in state.items()}, strict=strict)
 
 
-def part_of(tensor: Tensor, is_here: bool) -> FlatPart:
+def part_of(tensor: Tensor, is_here: bool, is_copy: bool = False) -> FlatPart:
     """A tensor of one process as its part: all of it there, in the same memory, and nothing of it elsewhere. Local.
 
+    Args:
+        tensor: of the process, or what keeps its shape.
+        is_here: whether it is this process's.
+        is_copy: whether the process is in a pipeline beside the first.
     Raises:
         ConfigError: its elements don't lie in memory in their order.
     """
@@ -66,7 +70,7 @@ def part_of(tensor: Tensor, is_here: bool) -> FlatPart:
             "strategy='pipeline' can't give callbacks its part. Make it contiguous in the task's __init__."
         )
     values = tensor.detach()
-    return FlatPart(values.view(-1) if is_here else values.new_empty(0), 0, tensor.shape)
+    return FlatPart(values.view(-1) if is_here else values.new_empty(0), 0, tensor.shape, is_copy)
 
 
 @contextmanager

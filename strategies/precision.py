@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..checkpoint.sharded import is_sharded
 from ..distributed.errors import ConfigError, NonFiniteError, check_boolean, suggest
 from ..distributed.nested import map_leaves
 from .fp8_recipes import FP8Recipe, RecipeKwargs, read_recipe
@@ -264,10 +265,17 @@ class ScaledPrecision(MixedPrecision):
 
     def unscale(self, optimizer: Optimizer) -> bool:
         if id(optimizer) not in self._unscaled:
+            apart = _whole_beside_parts(optimizer)
+            for parameter, _ in apart:
+                parameter.grad = None
             self.scaler.unscale_(optimizer)
             # Unscaling has looked for infinities. Reading its answer, and not whether `optimizer.step` was called or
             # the scale fell, is right for fused optimizers and for any growth and backoff.
-            found = self.scaler._found_inf_per_device(optimizer)
+            found: dict[Any, Tensor] = self.scaler._found_inf_per_device(optimizer)
+            for parameter, gradient in apart:
+                parameter.grad = gradient
+                factor = self.scaler._scale.to(gradient.device).double().reciprocal().float()  # type: ignore[union-attr]
+                torch._amp_foreach_non_finite_check_and_unscale_([gradient], found[gradient.device], factor)
             self._unscaled[id(optimizer)] = not any(bool(flag.item()) for flag in found.values())
         return self._unscaled[id(optimizer)]
 
@@ -294,6 +302,15 @@ class ScaledPrecision(MixedPrecision):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:  # it is empty where the run had another precision, which the resume tells of
             self.scaler.load_state_dict(dict(state))
+
+
+def _whole_beside_parts(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+    """Parameters whose whole gradients the scaler would unscale in one call with gradients in parts, which torch can't,
+    and these gradients. Local.
+    """
+    found = [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    parts = {(gradient.device, gradient.dtype) for _, gradient in found if is_sharded(gradient)}
+    return [(p, g) for p, g in found if not is_sharded(g) and (g.device, g.dtype) in parts]
 
 
 _SMALLEST_SCALE = 2.0**-40

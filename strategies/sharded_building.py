@@ -14,8 +14,9 @@ from .layout import Layout
 from .passes import Entry, Passes
 from .precision import Precision
 from .recompute import recompute
-from .sharded_model import Sharded, free_after_evaluation
+from .sharded_model import Sharded, free_after_evaluation, learn_formats, reduce_in_one_format
 from .sharded_options import ShardedOptions, unit_arguments
+from .sharded_state import groups_of
 from .sharding import (
     as_full_precision,
     bring_buffers,
@@ -81,6 +82,10 @@ def make_sharded(
     if layout.sizes.context > 1:
         prepare_attention(model)
     _order(entry, units, options)
+    if options.compute_format(precision.compute_format) is not None:
+        entry.register_forward_hook(partial(learn_formats, groups_of(entry)))
+        for group in groups_of(entry):
+            group.post_backward = partial(reduce_in_one_format, group, group.post_backward)
     passes = Passes(entry, owned, process.device) if isinstance(entry, Entry) else None
     if passes is None:
         entry.register_forward_hook(free_after_evaluation)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +77,31 @@ def free(entry: Any) -> None:
     for module in entry.modules():
         if isinstance(module, FSDPModule):  # each frees its own alone
             module.reshard()
+
+
+def learn_formats(groups: Sequence[Any], entry: Any, args: Any, outputs: Any) -> None:
+    """A hook that lets units which began frozen know in which formats gradients are reduced, once they are trained:
+    torch looks at that in the first pass alone. Local.
+    """
+    for group in groups:
+        if group._orig_dtype is None and any(each.sharded_param.requires_grad for each in group.fsdp_params):
+            group._init_mp_dtypes()
+
+
+def reduce_in_one_format(group: Any, reduce: Callable[..., Any], *args: Any) -> Any:
+    """What torch calls after a unit's backward. In a window's last batch gradients that were accumulated have another
+    format than those that come only now, of what was unfrozen or not used before; torch reduces one format alone.
+    """
+    if group.reduce_grads:
+        new = [each for each in group.fsdp_params if each.unsharded_accumulated_grad is None]
+        for each in new if 0 < len(new) < len(group.fsdp_params) else ():
+            parameter = getattr(each, "_unsharded_param", None)
+            if parameter is None:
+                continue
+            if parameter.grad is None and parameter.requires_grad and group.reduce_scatter_unused_params:
+                parameter.grad = torch.zeros_like(parameter)
+            each.to_accumulated_grad_if_needed()
+    return reduce(*args)
 
 
 def free_after_evaluation(entry: Any, args: Any, outputs: Any) -> None:

@@ -67,7 +67,8 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     """Put a whole state, which every process has or can read, into an optimizer of parts. Local."""
     numbered = dict(enumerate(parameters_of(optimizer)))
     entries = {number: _in_parts(numbered.get(number), values) for number, values in state["state"].items()}
-    optimizer.load_state_dict({**state, "state": entries})
+    groups = read_all(state["param_groups"])  # a rate may be a tensor
+    optimizer.load_state_dict({**state, "state": entries, "param_groups": groups})
 
 
 def rebuild(optimizer: Optimizer, model: nn.Module, names: Mapping[int, str]) -> None:
@@ -123,13 +124,17 @@ def restore_accumulated(entry: nn.Module, gradients: Mapping[str, Tensor]) -> No
 def _unit_parameters(entry: nn.Module) -> Iterator[tuple[str, Any]]:
     """What torch keeps of each parameter of the units, by its name."""
     paths = {id(module): path for path, module in entry.named_modules()}
-    for module in entry.modules():
-        # torch has no public way to them.
-        if (state := getattr(module, "_get_fsdp_state", None)) is not None:
-            for group in state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    place = parameter._module_info
-                    yield f"{paths[id(place.module)]}.{place.param_name}", parameter
+    for group in groups_of(entry):
+        for parameter in group.fsdp_params:
+            place = parameter._module_info
+            yield f"{paths[id(place.module)]}.{place.param_name}", parameter
+
+
+def groups_of(entry: nn.Module) -> list[Any]:
+    """What torch keeps of each unit's parameters, which are gathered and reduced together. Local."""
+    # torch has no public way to them.
+    states = [state() for module in entry.modules() if (state := getattr(module, "_get_fsdp_state", None)) is not None]
+    return [group for state in states for group in state._fsdp_param_groups]
 
 
 def check_parameters(optimizer: Optimizer, model: nn.Module, known: Mapping[int, Any]) -> None:

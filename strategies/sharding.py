@@ -44,7 +44,7 @@ def find_ignored(model: nn.Module, wanted: Iterable[str | nn.Module]) -> list[nn
 def owned_parameters(root: nn.Module, units: Collection[nn.Module], ignored: Collection[nn.Module]) -> Owned:
     """For each unit, and the outermost, the parameters that are gathered with it: their modules and names. Local.
 
-    Those without a dimension can't be cut, and are nobody's.
+    Those that can't be cut are nobody's.
     """
     owned: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     left = {id(p) for module in ignored for p in module.parameters()}
@@ -56,12 +56,17 @@ def owned_parameters(root: nn.Module, units: Collection[nn.Module], ignored: Col
         unit = module if module in units else unit
         own = owned.setdefault(unit, [])
         held = module.named_parameters(recurse=False)
-        own += [(module, name) for name, p in held if id(p) not in left and p.dim() > 0]
+        own += [(module, name) for name, p in held if id(p) not in left and not is_uncut(p)]
         for child in module.children():
             walk(child, unit, seen)
 
     walk(root, root, set())
     return owned
+
+
+def is_uncut(parameter: nn.Parameter) -> bool:
+    """Whether a parameter can't be cut: it has no dimension, or no element, of which torch can't reduce a gradient."""
+    return parameter.dim() == 0 or parameter.numel() == 0
 
 
 def check_shardable(model: nn.Module, is_main: bool) -> None:
@@ -81,7 +86,7 @@ def check_shardable(model: nn.Module, is_main: bool) -> None:
 
 
 def whole_parameters(model: nn.Module, ignored: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
-    """The parameters that stay whole, those of ignored modules and those without a dimension: their modules and names.
+    """The parameters that stay whole, those of ignored modules and those that can't be cut: their modules and names.
     Local.
     """
     inside = {inner for module in ignored for inner in module.modules()}
@@ -89,7 +94,7 @@ def whole_parameters(model: nn.Module, ignored: Iterable[nn.Module]) -> list[tup
         (module, name)
         for module in model.modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if module in inside or parameter.dim() == 0
+        if module in inside or is_uncut(parameter)
     ]
 
 

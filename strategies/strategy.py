@@ -430,6 +430,9 @@ class Strategy(ABC):
     def teardown(self) -> None:
         """Free what `setup` took. Local."""
 
+    def forget_models(self) -> None:
+        """Forget the models that were set up, which are not trained again. Local."""
+
 
 def _do_nothing() -> None:
     pass

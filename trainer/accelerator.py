@@ -398,6 +398,7 @@ class Accelerator(ProcessReadings, DataMethods, MeshMethods, CheckpointMethods):
         del objects
         self.preparation.clear()
         self.strategy.teardown()
+        self.strategy.forget_models()
         self.gradient_state.micro_steps = 0
         return release_memory(*[None] * count)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -316,3 +319,129 @@ def test_buffers_of_a_model_that_is_built_without_memory(two_processes: Run) -> 
     found, other = two_processes(_language, "fsdp", 4)
     close(found, wanted)
     close(other[0], wanted[0])
+
+
+def _rates_in_tensors(path: str) -> list[dict[str, Tensor]]:
+    """The weights behind three steps, without a stop and behind a return to the second."""
+    accelerator, found = Accelerator(strategy="fsdp"), []
+    model = make(1)
+    rate = torch.tensor(0.01)  # as compiled optimizers want it
+    optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "lr": rate}], lr=rate)
+    model, optimizer, data = accelerator.prepare(model, optimizer, loader(8, 4))
+    (batch,) = data
+    for step in (0, 1, 2, 2):
+        if step == 2:
+            if found:
+                accelerator.load_state(path)
+            else:
+                accelerator.save_state(path)
+        accelerator.backward(_loss(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            found.append({name: value.clone() for name, value in accelerator.get_state_dict(model).items()})
+    assert isinstance(optimizer.param_groups[0]["lr"], Tensor)
+    return found
+
+
+def test_learning_rates_in_tensors_come_back(two_processes: Run, tmp_path: Path) -> None:
+    (whole, again), _ = two_processes(_rates_in_tensors, str(tmp_path / "state"))
+    assert len(whole) > 5
+    close(again, whole)
+
+
+class Uneven(nn.Module):
+    """A parameter without an element, one without a dimension, and a layer that is frozen at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.layers[1].requires_grad_(False)
+        self.nothing, self.heat = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.heat + self.nothing.sum()
+        return x
+
+
+def _unfrozen_later(strategy: Any, precision: str, path: str | None = None) -> Any:
+    torch.manual_seed(3)
+    model, accelerator = Uneven(), Accelerator(strategy=strategy, mixed_precision=precision)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0))
+    inputs = torch.arange(16.0).view(2, 2, 4) / 16  # two processes with a half each
+    own = inputs.flatten(0, 1) if accelerator.num_processes == 1 else inputs[accelerator.process_index]
+    for step in range(4):
+        accelerator.unwrap_model(model).layers[1].requires_grad_(step > 1)
+        accelerator.backward(model(own).float().square().mean())
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    if path is not None:
+        accelerator.save_state(path)
+        accelerator.load_state(path)
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+def test_a_unit_that_is_unfrozen_and_parameters_that_stay_whole(two_processes: Run, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    begin = Uneven().layers[1].weight.detach()
+    for precision, tolerance in [("no", 1e-5), ("bf16", 0.1), ("fp16", 0.1)]:
+        wanted = _unfrozen_later("single", precision)
+        strategy = {"name": "fsdp", "wrap": ["Linear"]}
+        found = two_processes(_unfrozen_later, strategy, precision, str(tmp_path / precision))[0]
+        torch.testing.assert_close(found, wanted, atol=tolerance, rtol=0)
+        assert (found["layers.1.weight"] - begin).abs().min() > 0.02  # it was trained
+
+
+def _freed() -> tuple[list[bool], bool]:
+    accelerator, gone = Accelerator(strategy="fsdp"), []
+    for _ in range(2):
+        model = make(1)
+        gone.append(weakref.ref(model))
+        model, optimizer = accelerator.prepare(model, model.configure_optimizers())
+        accelerator.backward(_loss(model, words(4).tensors))
+        optimizer.step()
+        model, optimizer = accelerator.free_memory(model, optimizer)
+        gc.collect()
+    return [each() is None for each in gone], accelerator.preparation.models == []
+
+
+def test_free_memory_forgets_sharded_models(two_processes: Run) -> None:
+    assert two_processes(_freed) == [([True, True], True)] * 2
+
+
+class Branching(nn.Module):
+    """Uses a second layer in every other pass, and a third one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        found: Tensor = torch.tanh(self.first(x))
+        return self.second(found) if both else found
+
+
+def _late_gradients(strategy: Any, precision: str) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    model, accelerator = (
+        Branching(),
+        Accelerator(strategy=strategy, mixed_precision=precision, gradient_accumulation_steps=2),
+    )
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    for step in range(6):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.arange(8.0).view(2, 4) / 8, step % 2 == 1).float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize("finds", [False, True])
+def test_gradients_that_come_first_in_a_windows_last_batch(two_processes: Run, finds: bool) -> None:
+    for precision in ("bf16", "fp16"):
+        wanted = _late_gradients("single", precision)
+        strategy = {"name": "fsdp", "wrap": "none", "find_unused_parameters": finds}
+        found = two_processes(_late_gradients, strategy, precision)[0]
+        torch.testing.assert_close(found, wanted, atol=0.02, rtol=0)

@@ -189,3 +189,62 @@ def test_a_weight_that_is_turned_in_memory() -> None:
     with pytest.raises(ConfigError, match=r"a weight of shape \(11, 8\) lies in memory with the strides \(1, 11\)"):
         part_of(turned, True)
     assert local_part(part_of(turned, False)).numel() == 0
+
+
+class Peaked(GPT):
+    """Its last layer has the largest of its outputs so far in a buffer, which is not finite before the first pass."""
+
+    def __init__(self, seed: int = 1) -> None:
+        super().__init__(seed=seed)
+        self.head.register_buffer("peak", torch.tensor([-torch.inf]))
+        self.head.register_forward_hook(_keep_largest)
+
+
+def _keep_largest(module: Any, inputs: Any, output: Tensor) -> None:
+    if module.training:
+        torch.maximum(module.peak, output.detach().max(), out=module.peak)
+
+
+def _peaks(
+    start: int | None, steps: int, size: int, strategy: Any, resume_from: Any = None, save: Any = None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The averages, whole, and what this process holds of the buffer's, or has in the buffer itself."""
+    ema, task = EMA(0.5, start=start), Peaked(seed=1 + rank())
+    trainer = fit(
+        task, loader(ROWS, size), resume_from=resume_from, callbacks=[ema], max_steps=steps, strategy=strategy
+    )
+    if save is not None:
+        trainer.save_state(save)
+    found = {name: whole(average).clone() for name, average in ema.averages.items()}
+    other = Peaked(seed=9)
+    with ema.applied_to(other):
+        for name, average in found.items():
+            assert torch.equal(other.state_dict()[name], average)
+    return found, local_part(ema.averages.get("head.peak", task.head.peak)).clone()
+
+
+def _peaks_twice(start: int | None, size: int, strategy: Any, path: str) -> Any:
+    whole_run = _peaks(start, 6, size, strategy)
+    _peaks(start, 3, size, strategy, None, path)
+    return whole_run, _peaks(start, 6, size, strategy, path)
+
+
+@pytest.mark.parametrize("start", [None, 1])
+def test_a_buffer_that_is_finite_later_where_its_layer_is(two_processes: Run, tmp_path: Path, start: Any) -> None:
+    wanted, _ = _peaks(start, 6, 8, "single")
+    assert ("head.peak" in wanted) is (start == 1)
+    for (found, _), (resumed, _) in two_processes(_peaks_twice, start, 8, "pipeline", str(tmp_path / "state")):
+        close(found, wanted)
+        close(resumed, found, 0)
+    close(_peaks(start, 6, 8, "single", str(tmp_path / "state"))[0], wanted)
+
+
+@pytest.mark.slow
+def test_of_buffers_that_differ_the_first_pipeline_has_the_averages(four_processes: Run, tmp_path: Path) -> None:
+    found = four_processes(_peaks_twice, 1, 4, pipeline(copies=2), str(tmp_path / "state"))
+    held = [own for (_, own), _ in found]
+    assert [own.numel() for own in held] == [0, 1, 0, 1]
+    assert held[1] != held[3]
+    for (averages, _), (resumed, _) in found:
+        assert torch.equal(averages["head.peak"], held[1])
+        close(resumed, averages, 0)
