@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,8 +98,12 @@ class FilteredFunction:
 
     @property
     def label(self) -> str:
-        """What errors call this handler."""
-        return str(getattr(self.function, "__qualname__", self.function))
+        """What errors and tables call this handler: the function's name, and of one without a name its place."""
+        name = str(getattr(self.function, "__qualname__", self.function))
+        code = getattr(self.function, "__code__", None)
+        if code is None or not name.endswith("<lambda>"):
+            return name
+        return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 
     def reset(self, state: RunState) -> None:
         """Begin a run."""

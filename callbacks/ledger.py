@@ -55,8 +55,9 @@ class CostLedger:
 
 
 def owner_of(handler: Callable[..., Any]) -> str:
-    """What messages call a handler: the class of its callback, or the function's name."""
+    """What messages call a handler: the class of its callback, or the function's name, without what it stands in."""
     receiver = getattr(handler, "__self__", None)
     if receiver is not None:
         return type(receiver).__name__
-    return str(getattr(handler, "label", getattr(handler, "__qualname__", handler)))
+    name = str(getattr(handler, "label", getattr(handler, "__qualname__", handler)))
+    return name.rpartition("<locals>.")[2]

@@ -43,6 +43,22 @@ class ProfileKwargs(KwargsHandler):
         for word in self.activities or ():
             if word not in known:
                 raise ConfigError(f"ProfileKwargs.activities holds {word!r}. {suggest(str(word), known)}")
+        supported = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
+        if not any(known[word] in supported for word in self.activities or known):
+            raise ConfigError(
+                f"ProfileKwargs.activities={list(self.activities or ())}: this machine records none of them. Give "
+                "'cpu' as well, or None for all that there is."
+            )
+        if not isinstance(self.schedule_option, Mapping | None):
+            raise ConfigError(
+                f"ProfileKwargs.schedule_option={self.schedule_option!r:.80}. Expected a mapping with "
+                f"{', '.join(_NEEDED_OPTIONS)}, or None."
+            )
+        if not (self.on_trace_ready is None or callable(self.on_trace_ready)):
+            raise ConfigError(
+                f"ProfileKwargs.on_trace_ready={self.on_trace_ready!r:.80}. Expected a function of the profiler, "
+                "or None."
+            )
         for name in self.schedule_option or ():
             if name not in _SCHEDULE_OPTIONS:
                 hint = suggest(str(name), _SCHEDULE_OPTIONS)
@@ -72,11 +88,20 @@ class ProfileKwargs(KwargsHandler):
 
 @contextmanager
 def profiled(settings: ProfileKwargs, process_index: int) -> Iterator[torch.profiler.profile]:
-    """A context whose body is recorded by the profiler that it gives; the trace is written at its end. Local."""
+    """A context whose body is recorded by the profiler that it gives; the trace is written at its end. Local.
+
+    Raises:
+        ConfigError: the folder for traces is a file.
+    """
+    folder = settings.output_trace_dir
+    if folder is not None and Path(folder).exists() and not Path(folder).is_dir():  # before anything is recorded
+        raise ConfigError(
+            f"ProfileKwargs.output_trace_dir={str(folder)!r} is a file. Expected a folder, or a new path."
+        )
     with settings.build() as profiler:
         yield profiler
-    if settings.output_trace_dir is not None:
-        with whole_file(Path(settings.output_trace_dir) / f"profile_{process_index}.json") as path:
+    if folder is not None:
+        with whole_file(Path(folder) / f"profile_{process_index}.json") as path:
             profiler.export_chrome_trace(str(path))
 
 

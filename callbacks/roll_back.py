@@ -150,27 +150,28 @@ class RollBack(Callback):
     def _look(self, trainer: TrainerView) -> None:
         values = torch.stack(self._unread).tolist() if self._unread else []
         self._unread = []
-        reason = self._find_bad(values)
-        told = [reason] if trainer.process.num_processes == 1 else exchange(reason, "RollBack")
-        bad = {index: each for index, each in enumerate(told) if each is not None}
+        found = self._find_bad(values)
+        told = [found] if trainer.process.num_processes == 1 else exchange(found, "RollBack")
+        bad = [(*each, index) for index, each in enumerate(told) if each is not None]
         if bad:
-            index, first = next(iter(bad.items()))
-            self._go_back(trainer, first if len(told) == 1 else f"process {index}: {first}")
+            _, reason, index = min(bad, key=lambda each: each[0])  # a step later it may be bad on all of them
+            self._go_back(trainer, reason if len(told) == 1 else f"process {index}: {reason}")
             return
         self._losses.extend(values)
         if (trainer.state.step + trainer.state.skipped_steps) % self._snapshot_every == 0:
             self._wants_snapshot = True
 
-    def _find_bad(self, values: list[float]) -> str | None:
-        """What is wrong with one of these losses, judged by those before it."""
+    def _find_bad(self, values: list[float]) -> tuple[int, str] | None:
+        """Which of these losses is bad, judged by those before it, and what is wrong with it."""
         known = list(self._losses)
-        for value in values:
+        for number, value in enumerate(values):
             if not math.isfinite(value):
-                return f"the loss is {value:g}"
+                return number, f"the loss is {value:g}"
             if self._sigmas is not None and len(known) >= _LEAST_LOSSES:
                 mean, deviation = statistics.fmean(known), statistics.pstdev(known)
                 if value > mean + max(self._sigmas * deviation, self._least_rise):
-                    return f"the loss is {value:.4g}, and was {mean:.4g} with a standard deviation of {deviation:.2g}"
+                    was = f"{mean:.4g} with a standard deviation of {deviation:.2g}"
+                    return number, f"the loss is {value:.4g}, and was {was}"
             known = [*known, value][-(self._losses.maxlen or 0) :]
         return None
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 import time
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from . import watch
-from .errors import PeerFailedError
-from .group import rank, world_size
+from .errors import DistributedError, PeerFailedError
+from .failures import Answer
+from .group import has_joined, is_connected, rank, world_size
 
 _FITS, _FITS_NOT, _FAILED = "fits", "fits not", "failed: "
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.25
+PATIENCE_SECONDS = 15.0
+"""How long another process may be in one collective after memory ran out here, where it waits for this one."""
 
 
 class Attempts:
@@ -28,46 +32,53 @@ class Attempts:
     def __init__(self, what: str) -> None:
         self._what = what
         self._number = 0
-        if world_size() > 1:
-            self._store = dist.distributed_c10d._get_default_store()
-            # Each process counts its searches for itself, in the store, which is as old as the group.
-            self._prefix = f"loopwright/attempts/{self._store.add(f'loopwright/attempts/begun/{rank()}', 1)}"
+        self._joined: tuple[Store, str] | None = None
+        self._was_apart = _is_apart()
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this process gives up on the present try, and why. Local."""
         self._tell(f"{_FAILED}{type(error).__name__}: {error}")
+
+    def have_ended(self) -> bool:
+        """Whether this process left the others in this search, as the Trainer does where one of them fails. Local."""
+        return _is_apart() and not self._was_apart
 
     def all_fit(self, fits: bool) -> bool:
         """End the present try: whether it has fitted on every process. Collective.
 
         Raises:
             PeerFailedError: another process gave up, or has failed.
+            DistributedError: it has not fitted here, and others wait for this process in the midst of their try.
         """
         self._tell(_FITS if fits else _FITS_NOT)
         if world_size() == 1:
             return fits
         with watch.collective(self._what):
-            outcomes = [self._outcome_of(index) for index in range(world_size())]
+            waits = None if fits else _Waits(self._what)
+            outcomes = [self._outcome_of(index, waits) for index in range(world_size())]
         self._number += 1
         return all(outcome == _FITS for outcome in outcomes)
 
     def _tell(self, outcome: str) -> None:
         if world_size() > 1:
-            self._store.set(self._key(rank()), outcome)
+            self._store().set(self._key(rank()), outcome)
 
-    def _outcome_of(self, index: int) -> str:
-        key, pause = self._key(index), _FIRST_PAUSE_SECONDS
-        while not self._store.check([key]):
+    def _outcome_of(self, index: int, waits: _Waits | None) -> str:
+        store, key, pause = self._store(), self._key(index), _FIRST_PAUSE_SECONDS
+        while not store.check([key]):
             self._look_for_failures()
+            if waits is not None:
+                waits.look()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         self._look_for_failures()
-        return self._store.get(key).decode()
+        return store.get(key).decode()
 
     def _look_for_failures(self) -> None:
+        store = self._store()
         for index in range(world_size()):
             key = self._key(index)
-            if self._store.check([key]) and (outcome := self._store.get(key).decode()).startswith(_FAILED):
+            if store.check([key]) and (outcome := store.get(key).decode()).startswith(_FAILED):
                 raise PeerFailedError(
                     f"{self._what}: process {index} {outcome}. That says nothing of the batch size, so that no "
                     "other is tried."
@@ -75,5 +86,51 @@ class Attempts:
         if (failure := watch.first_failure()) is not None:
             raise PeerFailedError(f"{self._what}: process {failure.index} failed: {failure.kind}: {failure.text}")
 
+    def _store(self) -> Store:
+        return self._join()[0]
+
     def _key(self, index: int) -> str:
-        return f"{self._prefix}/{self._number}/{index}"
+        return f"{self._join()[1]}/{self._number}/{index}"
+
+    def _join(self) -> tuple[Store, str]:
+        """The store and the prefix of this search; found late, since the first try may be what joins the processes."""
+        if self._joined is None:
+            store = dist.distributed_c10d._get_default_store()
+            # Each process counts its searches for itself, in the store, which is as old as the group.
+            number = store.add(f"loopwright/attempts/begun/{rank()}", 1)
+            self._joined = store, f"loopwright/attempts/{number}"
+        return self._joined
+
+
+class _Waits:
+    """Looks whether others wait in vain for a process that has left a try. Local.
+
+    A collective that others are in can't be taken back, so that they can't make another try either.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._due = time.monotonic() + PATIENCE_SECONDS / 2
+        self._before: dict[int, Answer] = {}
+
+    def look(self) -> None:
+        """Ask now and then where the others stand.
+
+        Raises:
+            DistributedError: one of them has stood in the same collective at two looks.
+        """
+        if time.monotonic() < self._due:
+            return
+        now = {index: each for index, each in watch.ask_all().items() if each.operation not in (None, self._what)}
+        for index, answer in now.items():
+            if index in self._before and self._before[index].entries == answer.entries:
+                raise DistributedError(
+                    f"{self._what}: memory ran out in process {rank()}, while process {index} waits for it in "
+                    f"{answer.operation!r}, which can't be taken back, so that no other size can be tried. Begin with "
+                    "a smaller size, or give the processes batches that need the same memory."
+                )
+        self._before, self._due = now, time.monotonic() + PATIENCE_SECONDS / 2
+
+
+def _is_apart() -> bool:
+    return has_joined() and not is_connected()

@@ -72,11 +72,13 @@ class Answer:
     """The collective that it was inside of, None outside."""
     stack: str
     """The Python stack of its main thread, innermost call last."""
+    entries: int = 0
+    """How many collectives it had entered, by which two answers out of one are told from those out of two."""
 
     @classmethod
     def now(cls, index: int) -> Answer:
         """The answer of this process, which has the given index. Local."""
-        return cls(index, str(HERE), HERE.operation, main_stack()[-MOST_CHARACTERS:])
+        return cls(index, str(HERE), HERE.operation, main_stack()[-MOST_CHARACTERS:], HERE.entries)
 
     def to_text(self) -> str:
         """What `of` reads."""

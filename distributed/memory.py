@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .attempts import Attempts
-from .errors import ConfigError
+from .errors import ConfigError, LoopwrightError, check_integer
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +54,11 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def should_reduce_batch_size(exception: BaseException) -> bool:
-    """Whether an exception says that memory is used up."""
+    """Whether an exception says that memory is used up, in this process."""
     if isinstance(exception, torch.OutOfMemoryError):
         return True
+    if isinstance(exception, LoopwrightError):  # it may tell of another process whose memory is
+        return False
     is_plain = isinstance(exception, RuntimeError) and len(exception.args) == 1
     return is_plain and any(text in str(exception.args[0]) for text in _TEXTS)
 
@@ -72,8 +74,8 @@ def find_executable_batch_size(
 
     Each call begins anew at `starting_batch_size`. The size that was found is logged when it is a smaller one.
     Collective: all processes call it, and try the next size together when memory runs out on any of them, so that the
-    size is the same on all. While one has run out, others may wait for it inside a collective of the function; they do
-    so until the group's timeout.
+    size is the same on all. Where one runs out alone and others wait for it inside a collective of the function, that
+    can't be taken back: all end with an error, within half a minute.
 
     Args:
         function: called as `function(batch_size, *args, **kwargs)`; callers leave `batch_size` out. It has to build
@@ -84,8 +86,9 @@ def find_executable_batch_size(
     Returns:
         The decorated function; without `function`, a decorator.
     Raises:
-        ConfigError: `factor` is not between 0 and 1.
+        ConfigError: an argument can't be used.
         RuntimeError: when called: even a size of 1 does not fit. Any other error passes through.
+        DistributedError: when called: memory ran out on one process, and others wait for it inside a collective.
         PeerFailedError: when called: the function raised another error on another process.
         TypeError: when called: a batch size was passed as well.
     """
@@ -101,6 +104,12 @@ def find_executable_batch_size(
             factor=factor,
         )
     decorated: Callable[..., Any] = function
+    check_integer("find_executable_batch_size(starting_batch_size)", starting_batch_size, 0, "It counts samples.")
+    if not (reduce_batch_size_fn is None or callable(reduce_batch_size_fn)):
+        raise ConfigError(
+            f"find_executable_batch_size(reduce_batch_size_fn={reduce_batch_size_fn!r:.80}). Expected a function that "
+            "gives the next size, or None."
+        )
     next_size = _with_size(reduce_batch_size_fn) if reduce_batch_size_fn else lambda size: int(size * factor)
 
     @functools.wraps(decorated)
@@ -138,6 +147,12 @@ def _try(
     except BaseException as error:
         if not should_reduce_batch_size(error):
             attempts.fail(error)
+            raise
+        if attempts.have_ended():
+            error.add_note(
+                "find_executable_batch_size: memory ran out here alone, in a training of several processes, which ends "
+                "on all of them, so that no other size can be tried. Begin with a smaller size."
+            )
             raise
         fits, result = False, None
     if not fits:  # before the wait: the device may be shared with processes that still try

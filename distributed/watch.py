@@ -40,7 +40,7 @@ import torch.distributed as dist
 from .board import Board
 from .connections import Closable, Connections, port_of
 from .errors import CollectiveTimeoutError, LoopwrightError, PeerFailedError
-from .failures import Failure
+from .failures import Answer, Failure
 from .outcomes import record_failure
 from .positions import HERE, stand
 from .uncaught import EndHooks
@@ -49,6 +49,7 @@ from .watcher import Watch, leave_group
 __all__ = [
     "Failure",
     "announce_failure",
+    "ask_all",
     "board_of_group",
     "collective",
     "connections_noted",
@@ -144,6 +145,11 @@ def leave_group_after(error: BaseException) -> bool:
 def first_failure() -> Failure | None:
     """What failed first, in whichever process; None as long as this process knows of nothing. Local."""
     return None if _Current.watch is None else _Current.watch.failure
+
+
+def ask_all() -> dict[int, Answer]:
+    """Where the processes of the group stand, by their indices; those that answer within a few seconds. Local."""
+    return {} if _Current.watch is None else _Current.watch.ask()
 
 
 @contextmanager

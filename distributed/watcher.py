@@ -190,6 +190,10 @@ class Watch:
         self._announced = None  # it holds frames, and so what they hold
         return len(self._rounds) > rounds and self._rounds[rounds]
 
+    def ask(self) -> dict[int, Answer]:
+        """Where the processes stand that answer within a few seconds, by their indices. Local."""
+        return self._ask()
+
     def say_left(self) -> None:
         """Tell the others that this process leaves: its script ends, or it left the group in order. Local."""
         if self.is_failing:

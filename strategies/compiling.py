@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType
@@ -91,7 +92,7 @@ def read_compiling(given: object) -> Compiling | None:
         given: a boolean, `"regional"`, a mapping with `"regional"` and arguments of `torch.compile`, or Accelerate's
             plugin.
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is something else, or torch knows no such backend, mode or option.
     """
     if isinstance(given, bool):
         return Compiling() if given else None
@@ -111,7 +112,38 @@ def read_compiling(given: object) -> Compiling | None:
             raise ConfigError(f"compile has an unknown key {name!r}. {suggest(str(name), known)}")
     regional = given.get(REGIONAL, False)
     check_boolean(f"compile[{REGIONAL}]", regional)
-    return Compiling(regional=regional, options={name: value for name, value in given.items() if name != REGIONAL})
+    options = {name: value for name, value in given.items() if name != REGIONAL}
+    _check_values(options)
+    return Compiling(regional=regional, options=options)
+
+
+def _check_values(options: Mapping[str, Any]) -> None:
+    """Refuse what torch would refuse at the first forward, when data and model are there already."""
+    backend, mode, extra = options.get("backend", "inductor"), options.get("mode"), options.get("options")
+    if isinstance(backend, str):
+        _check_word("compile[backend]", backend, torch._dynamo.list_backends(exclude_tags=None))
+    elif not callable(backend):
+        raise ConfigError(f"compile[backend]={backend!r:.80}. Expected the name of a backend, or a function.")
+    for name, accepted in (("dynamic", (True, False, None)), ("fullgraph", (True, False))):
+        if not any(options.get(name, False) is each for each in accepted):
+            raise ConfigError(f"compile[{name}]={options[name]!r:.80}. Expected {' or '.join(map(str, accepted))}.")
+    if not isinstance(extra, Mapping | None):
+        raise ConfigError(f"compile[options]={extra!r:.80}. Expected a mapping.")
+    if mode is not None and extra is not None:
+        raise ConfigError(f"compile has mode={mode!r} and options: a mode is a choice of options. Give one of them.")
+    if backend == "inductor":
+        inductor = importlib.import_module("torch._inductor")
+        if mode is not None:
+            _check_word("compile[mode]", mode, inductor.list_mode_options())
+        for name in extra or ():
+            # Inductor takes either spelling, and every name in its configuration.
+            _check_word("compile[options]", str(name).replace("-", "_"), inductor.list_options())
+
+
+def _check_word(option: str, word: object, known: Iterable[str]) -> None:
+    accepted = tuple(known)
+    if word not in accepted:
+        raise ConfigError(f"{option}={word!r} is unknown to torch. {suggest(str(word), accepted)}")
 
 
 def compile_parts(model: nn.Module, compiling: Compiling) -> None:

@@ -69,7 +69,13 @@ def plan_memory(
     count = world_size or process.num_processes
     surroundings = Surroundings(count, run.precision.compute_format)
     tracing = _Tracing(run, training, count, takes_batch)
-    plan = MemoryPlan(count, device_memory, batch_samples=_num_samples(tracing.batch), notes=tracing.notes)
+    plan = MemoryPlan(
+        count,
+        device_memory,
+        batch_samples=_num_samples(tracing.batch),
+        computes_in_16_bits=surroundings.compute_format in (torch.bfloat16, torch.float16),
+        notes=tracing.notes,
+    )
     own = run.strategy.memory(surroundings)
     if own is None and count == process.num_processes:
         plan.notes.append(f"what {type(run.strategy).__name__} holds can't be told, and is not among these.")

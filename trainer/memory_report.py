@@ -40,6 +40,8 @@ class MemoryPlan:
     """The simplest strategy first."""
     recommended: Mapping[str, Any] | None = None
     """The simplest strategy that fits, as `Trainer(strategy=...)` takes it; None: none does, or nobody can tell."""
+    computes_in_16_bits: bool = False
+    """Whether the run's precision is one of 16 bits, so that it is none to recommend."""
     notes: list[str] = field(default_factory=list)
     """What could not be told."""
 
@@ -114,9 +116,10 @@ def _advice(plan: MemoryPlan) -> list[str]:
     if plan.fits(smallest) is None:
         return ["Strategy    none can be recommended while peaks are not known"]
     lacking = size - plan.device_memory * (1 - RESERVE)
+    remedies = ["more processes", "smaller batches with more accumulation"]
+    more = " or ".join(remedies) if plan.computes_in_16_bits else f"{', '.join(remedies)}, or precision='bf16'"
     return [
-        f"Strategy    none fits: the smallest, {shown_strategy(smallest.spec)}, lacks {in_words(lacking)}. Use more "
-        "processes, smaller batches with more accumulation, or precision='bf16'"
+        f"Strategy    none fits: the smallest, {shown_strategy(smallest.spec)}, lacks {in_words(lacking)}. Use {more}"
     ]
 
 

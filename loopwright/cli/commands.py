@@ -99,8 +99,12 @@ def _fit(config: ParsedConfig, options: Options) -> None:
     task, data, trainer = config.build()
     _describe_run(task, trainer, config)
     train, val = loader_of(data, "train"), loader_of(data, "val", is_required=False)
+
+    def save_config(*_: object) -> None:  # its name stands in the reports of what callbacks cost
+        _save_config(trainer, config)
+
     trainer.on("fit_start", lambda *_: _say_where_it_begins(trainer))
-    trainer.on("fit_start", lambda *_: _save_config(trainer, config))
+    trainer.on("fit_start", save_config)
     try:
         trainer.fit(task, train, val, resume_from=config.sources.resume_from)
     except KeyboardInterrupt as interrupt:

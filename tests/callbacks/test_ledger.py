@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from typing import Any
 
@@ -98,6 +99,19 @@ def test_the_ledger_counts_calls_and_names_their_owner() -> None:
     }  # fmt: skip
     slowest = max(trainer.callback_costs, key=lambda cost: cost.longest)
     assert (slowest.event, slowest.longest >= 3 * NAP) == ("on_validation_batch_end", True)
+
+
+def test_functions_are_called_by_their_own_names() -> None:
+    def look(*_: object) -> None:
+        """Its name alone stands in tables, without that of the test."""
+
+    trainer = Trainer(max_epochs=1, trackers=False, progress=False)
+    trainer.on("step", look)
+    trainer.on("step", lambda *_: None)
+    trainer.fit(Napping(0.0), BATCHES)
+    look_at, nameless = [cost.owner for cost in trainer.callback_costs]
+    assert look_at == "look"
+    assert re.fullmatch(r"<lambda> \(test_ledger\.py:\d+\)", nameless)
 
 
 def test_a_callback_inside_another_is_not_counted_twice() -> None:

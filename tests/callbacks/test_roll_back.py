@@ -216,17 +216,17 @@ def test_what_was_left_out_is_in_the_checkpoint_and_goes_on(tmp_path: Path) -> N
         torch.testing.assert_close(value, whole[1].state_dict()[name], rtol=0, atol=0)
 
 
-def on_two(strategy: str) -> tuple[list[Any], dict[str, Tensor], dict[str, Tensor]]:
+def on_two(strategy: str, bad: int, every: int) -> tuple[list[Any], dict[str, Tensor], dict[str, Tensor]]:
     """Process 1 has a NaN in its batch of one step; all go back."""
     torch.manual_seed(rank())
     data = batches(16, [], 0.0)
 
     class Breaks(Callback):
         def on_batch_start(self, trainer: Any, task: Any, batch: Tensor, batch_idx: int) -> None:
-            if rank() == 1 and batch_idx == 5:
+            if rank() == 1 and batch_idx == bad:
                 batch[0, 0] = math.nan
 
-    guard = RollBack(every=1, snapshot_every=2)
+    guard = RollBack(every=every, snapshot_every=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rolled = fit([Breaks(), guard], data, strategy=strategy)
@@ -235,9 +235,10 @@ def on_two(strategy: str) -> tuple[list[Any], dict[str, Tensor], dict[str, Tenso
     return guard.skipped, own, others
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_all_processes_go_back_where_one_has_to(two_processes: Run, strategy: str) -> None:
-    results = two_processes(on_two, strategy, timeout=120)
+@pytest.mark.parametrize(("strategy", "bad", "every"), [("ddp", 5, 1), ("ddp", 4, 2), ("fsdp", 5, 1)])
+def test_all_processes_go_back_where_one_has_to(two_processes: Run, strategy: str, bad: int, every: int) -> None:
+    """Where a look comes a step after the NaN, the losses of all are NaN by then, and the first one is named."""
+    results = two_processes(on_two, strategy, bad, every, timeout=120)
     for skipped, own, others in results:
         assert [entry["batches"] for entry in skipped] == [[4, 5]]
         assert skipped[0]["reason"] == "process 1: the loss is nan"

@@ -23,7 +23,7 @@ class Ended:
     errors: list[str]
 
 
-def start(*arguments: str, count: int, folder: Path) -> list[subprocess.Popen[str]]:
+def start(*arguments: str, count: int, folder: Path, script: Path = SCRIPT) -> list[subprocess.Popen[str]]:
     """Processes without an agent, so that nobody but they themselves ends them; process 0 holds the store."""
     processes = []
     place = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -31,7 +31,7 @@ def start(*arguments: str, count: int, folder: Path) -> list[subprocess.Popen[st
         variables = {key: str(value) for key, value in (place | {"RANK": index, "LOCAL_RANK": index}).items()}
         processes.append(
             subprocess.Popen(
-                [sys.executable, str(SCRIPT), *arguments],
+                [sys.executable, str(script), *arguments],
                 env=os.environ | variables, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
         )  # fmt: skip

@@ -6,19 +6,21 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from loopwright.distributed.errors import ConfigError
+from loopwright.distributed.errors import ConfigError, PeerFailedError
 from loopwright.distributed.memory import (
     clear_device_cache,
     find_executable_batch_size,
     release_memory,
     should_reduce_batch_size,
 )
+from .failing import ended, start
 
 TEXT = "CUDA out of memory."
 
@@ -98,6 +100,19 @@ def test_the_factor_can_be_chosen() -> None:
         find_executable_batch_size(needs(1, []), factor=1.0)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"starting_batch_size": "8"}, r"\(starting_batch_size='8'\)\. Expected an integer >= 0\. It counts samples"),
+        ({"starting_batch_size": 8.5}, r"\(starting_batch_size=8\.5\)\. Expected an integer"),
+        ({"reduce_batch_size_fn": 3}, r"\(reduce_batch_size_fn=3\)\. Expected a function that gives the next size"),
+    ],
+)
+def test_arguments_that_cannot_be_used(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_executable_batch_size(**options)(needs(1, []))
+
+
 def test_a_reducer_has_to_reduce() -> None:
     with pytest.raises(ConfigError, match=r"reduce_batch_size_fn gave 64 after 64\. It has to give a smaller size"):
         find_executable_batch_size(needs(1, []), 64, lambda size: size)()
@@ -152,6 +167,7 @@ def test_what_failed_is_gone_before_the_next_try() -> None:
         (RuntimeError("out of memory"), False),
         (RuntimeError(3), False),
         (MemoryError(" out of memory."), False),
+        (PeerFailedError("process 1 failed first: OutOfMemoryError: CUDA out of memory. Tried"), False),
     ],
 )
 def test_which_errors_say_that_memory_is_used_up(error: BaseException, is_memory: bool) -> None:
@@ -218,3 +234,68 @@ def test_f50_another_error_ends_the_search_on_all_processes(two_processes: Any) 
         "ValueError: boom on 0", "ValueError: boom on 1",
     ]  # fmt: skip
     assert two_processes(_search, [64, 64])[1][1] == "64"  # and they are still together
+
+
+# The processes join within the first try, as a Trainer lets them: `joining.py OPERATION LIMIT OF PROCESS 0 AND 1`.
+JOINING = """
+import sys
+import torch
+import torch.distributed as dist
+from loopwright.distributed import attempts, group, watch
+from loopwright.distributed.memory import find_executable_batch_size
+from loopwright.distributed.process import ProcessState
+
+attempts.PATIENCE_SECONDS = 1.0
+tried, limits = [], list(map(int, sys.argv[2:]))
+
+@find_executable_batch_size(starting_batch_size=8)
+def train(batch_size):
+    tried.append(batch_size)
+    state = ProcessState(cpu=True)
+    if batch_size > limits[state.process_index]:
+        error = torch.OutOfMemoryError("CUDA out of memory.")
+        if sys.argv[1] == "leaves":
+            watch.leave_group_after(error)
+        raise error
+    if sys.argv[1] != "alone":
+        with watch.collective("backward"):
+            dist.all_reduce(torch.ones(1))
+    return batch_size
+
+try:
+    print(train(), tried)
+except (RuntimeError, torch.OutOfMemoryError) as error:
+    print(type(error).__name__, error, *getattr(error, "__notes__", ()), tried)
+    raise
+"""
+
+
+@pytest.fixture
+def joining(tmp_path: Path) -> Callable[..., Any]:
+    """Runs that script in two processes."""
+    script = tmp_path / "joining.py"
+    script.write_text(JOINING)
+    return lambda *arguments: ended(start(*arguments, count=2, folder=tmp_path, script=script))
+
+
+def test_processes_that_join_within_the_first_try_find_the_same_size(joining: Callable[..., Any]) -> None:
+    run = joining("alone", "4", "2")
+    assert (run.codes, run.outputs) == ([0, 0], ["2 [8, 4, 2]\n"] * 2), run.errors
+    run = joining("meets", "8", "8")
+    assert (run.codes, run.outputs) == ([0, 0], ["8 [8]\n"] * 2), run.errors
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_beside_a_collective_ends_all(joining: Callable[..., Any]) -> None:
+    run = joining("meets", "8", "4")
+    assert run.codes == [1, 1], run.errors
+    assert run.outputs[1].startswith(
+        "DistributedError find_executable_batch_size: memory ran out in process 1, while process 0 waits for it in "
+        "'backward', which can't be taken back"
+    )
+    assert run.outputs[0].startswith("PeerFailedError process 1 failed first")
+    run = joining("leaves", "8", "4")
+    assert run.codes == [1, 1], run.errors
+    assert run.outputs[1].startswith("OutOfMemoryError CUDA out of memory. find_executable_batch_size: memory ran out")
+    assert run.outputs[1].endswith("Begin with a smaller size. [8]\n")
+    assert run.outputs[0].startswith("PeerFailedError process 1 failed first")

@@ -159,6 +159,7 @@ if accelerator.is_main_process:
 """
 
 
+@pytest.mark.slow
 def test_a_script_of_two_processes_is_compiled() -> None:
     Path("script.py").write_text(SCRIPT)
     flags = ["--cpu", "--num_processes=2", "--dynamo_backend=eager"]

@@ -88,6 +88,14 @@ def test_a_copy_compiles_its_own_weights() -> None:
         (1, r"compile=1\. Expected True"),
         ({"regional": "yes"}, r"compile\[regional\]='yes'"),
         ({"backnd": "x"}, r"compile has an unknown key 'backnd'\. Did you mean 'backend'"),
+        ({"backend": "inducter"}, r"compile\[backend\]='inducter' is unknown to torch\. Did you mean 'inductor'"),
+        ({"backend": 3}, r"compile\[backend\]=3\. Expected the name of a backend, or a function"),
+        ({"mode": "max-autotun"}, r"compile\[mode\]='max-autotun' is unknown to torch\. Did you mean 'max-autotune'"),
+        ({"options": {"max_autotun": True}}, r"compile\[options\]='max_autotun' is unknown .*'max_autotune'"),
+        ({"options": 3}, r"compile\[options\]=3\. Expected a mapping"),
+        ({"mode": "default", "options": {}}, r"compile has mode='default' and options: .* Give one of them"),
+        ({"dynamic": "maybe"}, r"compile\[dynamic\]='maybe'\. Expected True or False or None"),
+        ({"fullgraph": 1}, r"compile\[fullgraph\]=1\. Expected True or False"),
     ],
 )
 def test_what_cannot_be_read(given: Any, message: str) -> None:

@@ -82,6 +82,7 @@ def _train_uneven() -> Any:
     return state_of(trainer)
 
 
+@pytest.mark.slow
 def test_a_pipeline_may_leave_out_a_batch(four_processes: Run) -> None:
     class Some(Counted):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

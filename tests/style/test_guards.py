@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LEAKS = """
 import gc, os, signal, threading, time, pathlib
 import pytest, torch
@@ -77,6 +79,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 def test_each_leak_fails_its_test_and_no_other(repository: Path, tmp_path: Path) -> None:
     folder = tmp_path / "tests"
     folder.mkdir()

@@ -45,9 +45,25 @@ def test_a_schedule_records_some_steps(tmp_path: Path) -> None:
     [
         ({"activities": ["cpuu"]}, r"ProfileKwargs\.activities holds 'cpuu'\. Did you mean 'cpu'\?"),
         ({"schedule_option": {"waits": 1}}, r"schedule_option has 'waits'\. Did you mean 'wait'\?"),
+        ({"schedule_option": "wait"}, r"schedule_option='wait'\. Expected a mapping with wait, warmup, active"),
+        ({"on_trace_ready": 3}, r"on_trace_ready=3\. Expected a function of the profiler, or None"),
         ({"schedule_option": {"wait": 1}}, r"has no warmup and no active\. Expected wait, warmup, active"),
     ],
 )
 def test_bad_settings_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ProfileKwargs(**options)
+
+
+def test_a_file_in_place_of_the_folder_is_refused_before_the_body(tmp_path: Path) -> None:
+    (tmp_path / "traces").write_text("")
+    profile = Accelerator().profile(ProfileKwargs(output_trace_dir=tmp_path / "traces"))
+    with pytest.raises(ConfigError, match=r"output_trace_dir='.*traces' is a file\. Expected a folder"), profile:
+        pytest.fail("the body ran")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is recorded here")
+def test_what_this_machine_does_not_record_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"activities=\['cuda'\]: this machine records none of them\. Give 'cpu'"):
+        ProfileKwargs(activities=["cuda"])
+    assert ProfileKwargs(activities=["cpu", "cuda"]).activities == ["cpu", "cuda"]

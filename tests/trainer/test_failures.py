@@ -116,6 +116,7 @@ def test_a_backward_pass_that_one_process_leaves_out(ended: Callable[[str], Ende
     assert [run.seen(index)[0] for index in range(2)] == ["exception PeerFailedError", "exception DistributedError"]
 
 
+@pytest.mark.slow
 def test_an_exit_in_a_callback_keeps_its_code_and_the_other_names_the_hook(ended: Callable[[str], Ended]) -> None:
     """B110"""
     run = ended("exit")
@@ -126,6 +127,7 @@ def test_an_exit_in_a_callback_keeps_its_code_and_the_other_names_the_hook(ended
     assert run.seen(0) == ["exception SystemExit", "fit_end", "teardown"]
 
 
+@pytest.mark.slow
 def test_a_keyboard_interrupt_in_one_process_ends_both(ended: Callable[[str], Ended]) -> None:
     """B110"""
     run = ended("keyboard")
@@ -162,6 +164,7 @@ def test_sigterm_to_one_process_ends_both_at_the_same_step(ended: Callable[[str]
     assert not any("Traceback" in error for error in run.errors)
 
 
+@pytest.mark.slow
 def test_sigterm_in_validation_ends_both_after_it(ended: Callable[[str], Ended]) -> None:
     run = ended("validation")
     assert run.codes == [143, 143]
@@ -200,6 +203,7 @@ def test_ctrl_c_ends_launcher_and_processes(tmp_path: Path) -> None:
                 os.killpg(launcher.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_script_that_starts_itself_fails_with_its_child(tmp_path: Path) -> None:
     variables = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(

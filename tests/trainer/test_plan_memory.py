@@ -165,6 +165,7 @@ class TestMeasured:
         cases = matrix(strategy)
         check(cases, two_processes(compare_all, cases)[0])
 
+    @pytest.mark.slow
     def test_options_of_ddp(self, two_processes: Run) -> None:
         views = {"name": "ddp", "gradient_as_bucket_view": True}
         cases: list[Case] = [
@@ -306,6 +307,8 @@ class TestPlan:
             in text
         )
         assert "Use more processes, smaller batches with more accumulation, or precision='bf16'" in text
+        half = new_trainer(precision="bf16").plan(task, [torch.ones(2, 8)], world_size=2, device_memory="1GB")
+        assert str(half).endswith(" Use more processes or smaller batches with more accumulation")
 
     def test_the_report(self) -> None:
         lines = str(memory_of(Perceptron("adamw"), world_size=1, device_memory="1GB")).splitlines()

@@ -78,7 +78,7 @@ def signalled(folder: str, name: str) -> list[Any]:
     return [leg(f"{folder}/whole"), first, leg(f"{folder}/legs", resume_from="latest")]
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGUSR1", 138)])
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), pytest.param("SIGUSR1", 138, marks=pytest.mark.slow)])
 def test_pain_21_a_signal_in_a_validation_cuts_it_on_both_behind_the_same_batch(
     two_processes: Run, tmp_path: Path, name: str, code: int
 ) -> None:

@@ -52,7 +52,7 @@ trainer.fit(Slow(), DataLoader(data, batch_size=1, num_workers=2))
 """
 
 
-@pytest.mark.parametrize("data", ["draws", "draws nothing"])
+@pytest.mark.parametrize("data", ["draws", pytest.param("draws nothing", marks=pytest.mark.slow)])
 def test_a_group_that_gets_sigterm_ends_in_order_with_an_exact_checkpoint(tmp_path: Path, data: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     run = subprocess.Popen(
