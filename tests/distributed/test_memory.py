@@ -20,6 +20,7 @@ from loopwright.distributed.memory import (
     release_memory,
     should_reduce_batch_size,
 )
+
 from .failing import ended, start
 
 TEXT = "CUDA out of memory."
