@@ -16,7 +16,7 @@ from .errors import DistributedError, PeerFailedError
 from .failures import Answer
 from .group import has_joined, is_connected, rank, world_size
 
-_FITS, _FITS_NOT, _FAILED = "fits", "fits not", "failed: "
+_FITS, _LACKS, _FAILED = "fits", "lacks memory", "failed: "
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.25
 PATIENCE_SECONDS = 15.0
 """How long another process may be in one collective after memory ran out here, where it waits for this one."""
@@ -43,21 +43,32 @@ class Attempts:
         """Whether this process left the others in this search, as the Trainer does where one of them fails. Local."""
         return _is_apart() and not self._was_apart
 
-    def all_fit(self, fits: bool) -> bool:
+    def all_fit(self, size: int, fits: bool) -> bool:
         """End the present try: whether it has fitted on every process. Collective.
 
+        Args:
+            size: what was tried.
+            fits: whether it has fitted here.
         Raises:
             PeerFailedError: another process gave up, or has failed.
-            DistributedError: it has not fitted here, and others wait for this process in the midst of their try.
+            DistributedError: it has not fitted here, and others wait for this process in the midst of their try; or
+                the processes have tried different sizes.
         """
-        self._tell(_FITS if fits else _FITS_NOT)
+        self._tell(f"{_FITS if fits else _LACKS} {size}")
         if world_size() == 1:
             return fits
         with watch.collective(self._what):
             waits = None if fits else _Waits(self._what)
             outcomes = [self._outcome_of(index, waits) for index in range(world_size())]
         self._number += 1
-        return all(outcome == _FITS for outcome in outcomes)
+        sizes = [int(outcome.rpartition(" ")[2]) for outcome in outcomes]
+        if len(set(sizes)) > 1:
+            raise DistributedError(
+                f"{self._what}: the processes have tried the sizes {sizes}. They begin with one size, and go on alike "
+                "once they have met: let them meet before (Accelerator() does), so that memory can't run out on one "
+                "of them alone and unnoticed."
+            )
+        return all(outcome.startswith(_FITS) for outcome in outcomes)
 
     def _tell(self, outcome: str) -> None:
         if world_size() > 1:

@@ -13,6 +13,7 @@ import torch
 
 from .attempts import Attempts
 from .errors import ConfigError, LoopwrightError, check_integer
+from .group import rank
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,8 @@ def find_executable_batch_size(
     Raises:
         ConfigError: an argument can't be used.
         RuntimeError: when called: even a size of 1 does not fit. Any other error passes through.
-        DistributedError: when called: memory ran out on one process, and others wait for it inside a collective.
+        DistributedError: when called: memory ran out on one process, and others wait for it inside a collective, or
+            tried another size.
         PeerFailedError: when called: the function raised another error on another process.
         TypeError: when called: a batch size was passed as well.
     """
@@ -157,7 +159,7 @@ def _try(
         fits, result = False, None
     if not fits:  # before the wait: the device may be shared with processes that still try
         clear_device_cache(garbage_collection=True)
-    if attempts.all_fit(fits):
+    if attempts.all_fit(size, fits):
         return True, result
     if fits:
         del result
@@ -187,6 +189,6 @@ def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 
 def _tell(function: Callable[..., Any], size: int, failed: list[int]) -> None:
-    if failed:
+    if failed and rank() == 0:
         name = getattr(function, "__name__", repr(function))
         logger.warning("%s ran with batch size %d; %s ran out of memory.", name, size, ", ".join(map(str, failed)))

@@ -239,7 +239,7 @@ def test_f50_another_error_ends_the_search_on_all_processes(two_processes: Any) 
 
 # The processes join within the first try, as a Trainer lets them: `joining.py OPERATION LIMIT OF PROCESS 0 AND 1`.
 JOINING = """
-import sys
+import os, sys
 import torch
 import torch.distributed as dist
 from loopwright.distributed import attempts, group, watch
@@ -252,13 +252,16 @@ tried, limits = [], list(map(int, sys.argv[2:]))
 @find_executable_batch_size(starting_batch_size=8)
 def train(batch_size):
     tried.append(batch_size)
+    is_early = sys.argv[1] == "early"
+    if is_early and batch_size > limits[int(os.environ["RANK"])]:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
     state = ProcessState(cpu=True)
-    if batch_size > limits[state.process_index]:
+    if batch_size > limits[state.process_index] and not is_early:
         error = torch.OutOfMemoryError("CUDA out of memory.")
         if sys.argv[1] == "leaves":
             watch.leave_group_after(error)
         raise error
-    if sys.argv[1] != "alone":
+    if sys.argv[1] in ("meets", "leaves"):
         with watch.collective("backward"):
             dist.all_reduce(torch.ones(1))
     return batch_size
@@ -284,6 +287,15 @@ def test_processes_that_join_within_the_first_try_find_the_same_size(joining: Ca
     assert (run.codes, run.outputs) == ([0, 0], ["2 [8, 4, 2]\n"] * 2), run.errors
     run = joining("meets", "8", "8")
     assert (run.codes, run.outputs) == ([0, 0], ["8 [8]\n"] * 2), run.errors
+
+
+def test_memory_that_runs_out_on_one_before_they_join(joining: Callable[..., Any]) -> None:
+    run = joining("early", "8", "4")
+    assert run.codes == [1, 1], run.errors
+    for output in run.outputs:
+        assert output.startswith(
+            "DistributedError find_executable_batch_size: the processes have tried the sizes [8, 4]"
+        )
 
 
 @pytest.mark.slow
