@@ -52,7 +52,6 @@ def names(spec: Any) -> list[str]:
         ({"name": "csv"}, ["csv"]),
         ((word for word in ("csv", "jsonl")), ["csv", "jsonl"]),
     ],
-    ids=repr,
 )
 def test_specification_gives_these_trackers(spec: Any, expected: list[str]) -> None:
     assert names(spec) == expected
@@ -93,7 +92,6 @@ def test_enabled_reaches_the_group(enabled: bool) -> None:
         (["csv", "csv"], r"two of them are named 'csv'\. Leave one out, or give it a name of its own: CSVTracker"),
         ([CSVTracker("a.csv"), CSVTracker("b.csv")], r"CSVTracker\(\.\.\., name='csv-2'\)"),
     ],
-    ids=repr,
 )
 def test_wrong_specification_is_an_error_that_says_what_to_do(spec: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -70,7 +70,6 @@ def test_nan_stays() -> None:
         decimal.Decimal(1),
         object(),
     ],
-    ids=repr,
 )
 def test_what_is_not_one_number_is_none(value: Any) -> None:
     assert to_number(value) is None
