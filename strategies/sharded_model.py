@@ -92,16 +92,21 @@ def reduce_in_one_format(group: Any, reduce: Callable[..., Any], *args: Any) -> 
     """What torch calls after a unit's backward. In a window's last batch gradients that were accumulated have another
     format than those that come only now, of what was unfrozen or not used before; torch reduces one format alone.
     """
-    if group.reduce_grads:
-        new = [each for each in group.fsdp_params if each.unsharded_accumulated_grad is None]
-        for each in new if 0 < len(new) < len(group.fsdp_params) else ():
-            parameter = getattr(each, "_unsharded_param", None)
-            if parameter is None:
-                continue
-            if parameter.grad is None and parameter.requires_grad and group.reduce_scatter_unused_params:
-                parameter.grad = torch.zeros_like(parameter)
-            each.to_accumulated_grad_if_needed()
+    new = [each for each in group.fsdp_params if each.unsharded_accumulated_grad is None]
+    if group.reduce_grads and 0 < len(new) < len(group.fsdp_params):
+        for each in new:
+            _accumulate(each, fills=group.reduce_scatter_unused_params)
     return reduce(*args)
+
+
+def _accumulate(kept: Any, *, fills: bool) -> None:
+    """Bring a new gradient into the format of accumulated ones; in the place of none there are zeros if `fills`."""
+    parameter = getattr(kept, "_unsharded_param", None)
+    if parameter is None:
+        return
+    if fills and parameter.grad is None and parameter.requires_grad:
+        parameter.grad = torch.zeros_like(parameter)
+    kept.to_accumulated_grad_if_needed()
 
 
 def free_after_evaluation(entry: Any, args: Any, outputs: Any) -> None:
