@@ -49,26 +49,13 @@ class ProfileKwargs(KwargsHandler):
                 f"ProfileKwargs.activities={list(self.activities or ())}: this machine records none of them. Give "
                 "'cpu' as well, or None for all that there is."
             )
-        if not isinstance(self.schedule_option, Mapping | None):
-            raise ConfigError(
-                f"ProfileKwargs.schedule_option={self.schedule_option!r:.80}. Expected a mapping with "
-                f"{', '.join(_NEEDED_OPTIONS)}, or None."
-            )
         if not (self.on_trace_ready is None or callable(self.on_trace_ready)):
             raise ConfigError(
                 f"ProfileKwargs.on_trace_ready={self.on_trace_ready!r:.80}. Expected a function of the profiler, "
                 "or None."
             )
-        for name in self.schedule_option or ():
-            if name not in _SCHEDULE_OPTIONS:
-                hint = suggest(str(name), _SCHEDULE_OPTIONS)
-                raise ConfigError(f"ProfileKwargs.schedule_option has {name!r}. {hint}")
-        missing = [name for name in _NEEDED_OPTIONS if name not in (self.schedule_option or _NEEDED_OPTIONS)]
-        if missing:
-            raise ConfigError(
-                f"ProfileKwargs.schedule_option={dict(self.schedule_option or {})} has no {' and no '.join(missing)}. "
-                f"Expected {', '.join(_NEEDED_OPTIONS)}, in calls of prof.step()."
-            )
+        if self.schedule_option is not None:
+            _check_schedule(self.schedule_option)
 
     def build(self) -> torch.profiler.profile:
         """A profiler with these settings, which has not begun."""
@@ -83,6 +70,21 @@ class ProfileKwargs(KwargsHandler):
             with_stack=self.with_stack,
             with_flops=self.with_flops,
             with_modules=self.with_modules,
+        )
+
+
+def _check_schedule(options: object) -> None:
+    """Raises ConfigError where `torch.profiler.schedule` can't be made of these."""
+    place = "ProfileKwargs.schedule_option"
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{place}={options!r:.80}. Expected a mapping with {', '.join(_NEEDED_OPTIONS)}, or None.")
+    for name in options:
+        if name not in _SCHEDULE_OPTIONS:
+            raise ConfigError(f"{place} has {name!r}. {suggest(str(name), _SCHEDULE_OPTIONS)}")
+    if missing := [name for name in _NEEDED_OPTIONS if name not in options]:
+        raise ConfigError(
+            f"{place}={dict(options)} has no {' and no '.join(missing)}. Expected {', '.join(_NEEDED_OPTIONS)}, in "
+            "calls of prof.step()."
         )
 
 

@@ -94,10 +94,7 @@ def find_executable_batch_size(
         PeerFailedError: when called: the function raised another error on another process.
         TypeError: when called: a batch size was passed as well.
     """
-    if not 0 < factor < 1:
-        raise ConfigError(
-            f"find_executable_batch_size(factor={factor}). Expected a number between 0 and 1, such as 0.5."
-        )
+    _check_options(starting_batch_size, reduce_batch_size_fn, factor)
     if function is None:
         return functools.partial(
             find_executable_batch_size,
@@ -106,12 +103,6 @@ def find_executable_batch_size(
             factor=factor,
         )
     decorated: Callable[..., Any] = function
-    check_integer("find_executable_batch_size(starting_batch_size)", starting_batch_size, 0, "It counts samples.")
-    if not (reduce_batch_size_fn is None or callable(reduce_batch_size_fn)):
-        raise ConfigError(
-            f"find_executable_batch_size(reduce_batch_size_fn={reduce_batch_size_fn!r:.80}). Expected a function that "
-            "gives the next size, or None."
-        )
     next_size = _with_size(reduce_batch_size_fn) if reduce_batch_size_fn else lambda size: int(size * factor)
 
     @functools.wraps(decorated)
@@ -170,6 +161,20 @@ def _try(
 def _with_size(reduce: Callable[..., int]) -> Callable[[int], int]:
     takes_size = any(p.default is p.empty for p in inspect.signature(reduce).parameters.values())
     return (lambda size: int(reduce(size))) if takes_size else (lambda size: int(reduce()))
+
+
+def _check_options(starting_batch_size: object, reduce_batch_size_fn: object, factor: float) -> None:
+    """Raises ConfigError where one can't be used."""
+    if not 0 < factor < 1:
+        raise ConfigError(
+            f"find_executable_batch_size(factor={factor}). Expected a number between 0 and 1, such as 0.5."
+        )
+    check_integer("find_executable_batch_size(starting_batch_size)", starting_batch_size, 0, "It counts samples.")
+    if not (reduce_batch_size_fn is None or callable(reduce_batch_size_fn)):
+        raise ConfigError(
+            f"find_executable_batch_size(reduce_batch_size_fn={reduce_batch_size_fn!r:.80}). Expected a function that "
+            "gives the next size, or None."
+        )
 
 
 def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

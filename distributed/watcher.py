@@ -190,10 +190,6 @@ class Watch:
         self._announced = None  # it holds frames, and so what they hold
         return len(self._rounds) > rounds and self._rounds[rounds]
 
-    def ask(self) -> dict[int, Answer]:
-        """Where the processes stand that answer within a few seconds, by their indices. Local."""
-        return self._ask()
-
     def say_left(self) -> None:
         """Tell the others that this process leaves: its script ends, or it left the group in order. Local."""
         if self.is_failing:
@@ -244,7 +240,7 @@ class Watch:
         self.look()
         if (failure := self.failure) is not None and not failure.is_consequence:
             return PeerFailedError(failure_report(operation, self.index, failure))
-        answers = self._ask()
+        answers = self.ask()
         if (failure := self.failure) is not None and not failure.is_consequence:
             return PeerFailedError(failure_report(operation, self.index, failure))
         waited = waited_seconds(cause, self._timeout)
@@ -255,7 +251,7 @@ class Watch:
         if self.failure is None and self._is_alarm_recent():
             # gloo closes the connections of a process that timed out: that one says why.
             self._wait(lambda: self.failure is not None, time.monotonic() + EXAMINING)
-        answers = self._ask() if self.failure is None else {}
+        answers = self.ask() if self.failure is None else {}
         failure = self.failure
         if failure is None:
             lost = self._is_store_lost
@@ -263,8 +259,8 @@ class Watch:
         kind = CollectiveTimeoutError if failure.kind == "CollectiveTimeoutError" else PeerFailedError
         return kind(failure_report(operation, self.index, failure))
 
-    def _ask(self) -> dict[int, Answer]:
-        """Where the processes stand that answer in time."""
+    def ask(self) -> dict[int, Answer]:
+        """Where the processes stand that answer within a few seconds, by their indices. Local."""
         number: int | None = self._alarm[0]
         if not self._is_alarm_recent():
             number = self._post(kind="alarm", index=self.index)

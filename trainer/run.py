@@ -18,6 +18,7 @@ from ..callbacks.callback import Callback, ControlFlow, EndEpoch, SkipBatch, Sto
 from ..callbacks.intervals import Schedule
 from ..callbacks.limits import Limits
 from ..callbacks.state import RunState
+from ..callbacks.synchronizations import SynchronizationCounter
 from ..data.loader import PreparedLoader
 from ..data.window import Remainder, WindowReader
 from ..distributed import watch
@@ -263,6 +264,8 @@ class Run:
     """The checkpoints that were asked for."""
     clock: RunClock = field(default_factory=RunClock)
     """Where the time goes."""
+    synchronizations: SynchronizationCounter = field(default_factory=SynchronizationCounter)
+    """One for the whole run: handlers that are bound during it are called inside of others."""
     budget: OverheadBudget | None = None
     """What bookkeeping may take of it."""
     recompilations: Recompilations | None = None

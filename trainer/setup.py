@@ -15,7 +15,6 @@ from ..callbacks.callback import SkipBatch
 from ..callbacks.event_timer import EventTimer
 from ..callbacks.intervals import Interval, Schedule
 from ..callbacks.state import RunState
-from ..callbacks.synchronizations import SynchronizationCounter
 from ..data.configuration import DataLoaderConfiguration
 from ..data.loader import PreparedLoader
 from ..distributed.errors import ConfigError, DataError, TaskError
@@ -81,7 +80,7 @@ def rebind(run: Run) -> None:
     """Bind the events to whoever handles them now: the task, the callbacks, then single functions."""
     functions = [(f.event, f) for f in run.trainer.functions]
     counts = any(isinstance(each, EventTimer) and each.counts_synchronizations for each in run.callbacks)
-    counter = SynchronizationCounter() if counts else None
+    counter = run.synchronizations if counts else None
     run.events.update(bind(run.callbacks, functions, run.trainer, run.task, run.clock.ledger, counter))
 
 

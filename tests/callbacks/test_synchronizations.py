@@ -101,6 +101,22 @@ def test_each_callback_has_its_own_and_the_table_shows_them() -> None:
     assert {line.split()[0]: line.split()[-1] for line in lines}.items() >= {("Parent", "8"), ("Child", "12")}
 
 
+def test_a_function_that_is_bound_in_an_event_keeps_its_own() -> None:
+    class Binds(Callback):
+        def on_step(self, trainer: Any, task: Any, outcome: Any) -> None:
+            if trainer.state.step == 1:
+                trainer.on("log", look)
+            trainer._run.record({"read": 1.0})
+
+    def look(trainer: Any, task: Any, *_: Any) -> None:
+        float(task.w.detach())
+
+    timer = EventTimer(synchronizations=True, stream=io.StringIO())
+    trainer = fit(Scalar(), ones(4), callbacks=[Binds(), timer], log_every="never")
+    counted = {cost.owner: (cost.calls, cost.synchronizations) for cost in trainer.callback_costs}
+    assert (counted["Binds"], counted["look"]) == ((4, 0), (4, 4))
+
+
 def test_without_it_nothing_is_counted() -> None:
     trainer = fit(Scalar(), ones(4), callbacks=[Parent(), EventTimer(stream=io.StringIO())])
     assert {cost.synchronizations for cost in trainer.callback_costs} == {0}
