@@ -12,18 +12,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checkpoint.names import unwrapped
+from ..checkpoint.sharded import is_sharded
 from ..distributed import watch
 from ..distributed.errors import ConfigError, DistributedError, TaskError, check_integer, suggest
+from ..distributed.exchange import exchange
 from ..distributed.meshes import MeshSizes
 from ..distributed.shares import DataShare
-from . import pipeline_state
+from . import pipeline_state, sharded_state
 from .averaging import broadcast_tensors
 from .buffers import load_buffers, saved_buffers
 from .optimizer import move_optimizer_state
+from .optimizer_limits import check_steps_parts, step_apart
+from .outcome import StepOutcome
+from .pipeline_building import check_held, check_scaled, check_served, deal
 from .pipeline_gradients import agree_on_overflow, average_over_copies, weight_of
 from .pipeline_groups import PipelineGroups, pipeline_share
-from .pipeline_layers import Cut, Loss, Pipelined, cut, free, is_freed, whole_loss
+from .pipeline_layers import Loss, Pipelined, cut, renewed, whole_loss
+from .pipeline_shards import StageShards, check_spread
 from .pipeline_stages import SCHEDULES, Pipeline
+from .sharded_gradients import local_gradients
+from .sharded_norms import whole_norms
 from .strategy import Strategy
 from .suitability import check_alike, check_replicable, check_trained, check_whole
 
@@ -43,8 +51,10 @@ class PipelineStrategy(Strategy):
         schedule: in which order a stage goes forward and backward: `"1f1b"`, `"gpipe"`; with several stages per process
             `"interleaved_1f1b"`, `"looped_bfs"`, `"interleaved_zero_bubble"`; with two of which the first process has
             the first and the last: `"zbv_zero_bubble"`, `"dual_pipe_v"`.
-        copies: pipelines side by side, of processes one after another. Each has batches of its own, and gradients are
-            averaged over them.
+        copies: of the model, side by side. Each has batches of its own, and gradients are averaged over them.
+        shards: pipelines that a copy is spread over, each with batches of its own: at each place the layers' weights,
+            their gradients and the optimizer's state are kept in so many parts, as FSDP keeps them. A process gathers
+            the weights of its layers for a batch, and frees them behind it.
         microbatches: into how many equal parts a batch is cut; one of an odd size into more. None: as many as there are
             stages.
         stages_per_process: stages that a process has: 0, n, 2n, ... of n processes has the first. None: 1, or 2 where
@@ -60,6 +70,7 @@ class PipelineStrategy(Strategy):
         *,
         schedule: str = "1f1b",
         copies: int = 1,
+        shards: int = 1,
         microbatches: int | None = None,
         stages_per_process: int | None = None,
         split: Sequence[str] = (),
@@ -67,7 +78,8 @@ class PipelineStrategy(Strategy):
         if schedule not in SCHEDULES:
             raise ConfigError(f"PipelineStrategy(schedule={schedule!r}) is unknown. {suggest(schedule, SCHEDULES)}")
         kind = SCHEDULES[schedule]
-        check_integer("PipelineStrategy(copies)", copies, 1, "It counts pipelines side by side.")
+        check_integer("PipelineStrategy(copies)", copies, 1, "It counts copies of the model.")
+        check_integer("PipelineStrategy(shards)", shards, 1, "It counts parts of the weights of a copy.")
         if microbatches is not None:
             check_integer("PipelineStrategy(microbatches)", microbatches, 1, "Leave it out for the number of stages.")
         if stages_per_process is not None:
@@ -83,6 +95,7 @@ class PipelineStrategy(Strategy):
             raise ConfigError(f"PipelineStrategy(split={split!r:.80}). Expected a list of names of layers.")
         self.schedule = schedule
         self.copies = copies
+        self.shards = shards
         self.microbatches = microbatches
         self.stages_per_process = stages_per_process or (2 if kind.has_several else 1)
         self.split = tuple(split)
@@ -104,19 +117,22 @@ class PipelineStrategy(Strategy):
         Raises:
             ConfigError: they can't be dealt to so many pipelines.
         """
-        count = self.process.num_processes
-        if count % self.copies or (count == self.copies > 1):
+        count, pipelines = self.process.num_processes, self.copies * self.shards
+        if count % pipelines or (count == pipelines > 1):
             raise ConfigError(
-                f"PipelineStrategy(copies={self.copies}) with {count} processes. Expected a multiple of the copies, of "
-                "at least two processes for each; copies of whole models are strategy='ddp'."
+                f"PipelineStrategy(copies={self.copies}, shards={self.shards}) with {count} processes. Expected a "
+                f"multiple of {pipelines}, of at least two processes for each pipeline; whole models in each process "
+                "are strategy='ddp', or 'fsdp' for their parts."
             )
-        return pipeline_share(self.process.process_index, count, self.copies)
+        return pipeline_share(self.process.process_index, count, pipelines)
 
     def use_mesh(self, sizes: MeshSizes) -> None:
-        raise ConfigError(
-            f"strategy='pipeline' and a mesh of {sizes} were given, and it lays out its processes itself. Leave the "
-            "mesh out (parallelism_config) and give copies: {'name': 'pipeline', 'copies': 2}, or use strategy='fsdp'."
-        )
+        if sizes != MeshSizes(replicate=sizes.replicate, shard=sizes.shard):
+            raise ConfigError(
+                f"strategy='pipeline' and a mesh of {sizes}: a pipeline's layers and sequences are not cut. Leave all "
+                "but replicate (copies) and shard (shards) out of the mesh, or use strategy='fsdp'."
+            )
+        self.copies, self.shards = sizes.replicate, sizes.shard or 1
 
     def setup(
         self, model: nn.Module, optimizers: Sequence[Optimizer], method: str | None = "forward"
@@ -128,26 +144,41 @@ class PipelineStrategy(Strategy):
             for optimizer in optimizers:
                 move_optimizer_state(optimizer)
             return model, list(optimizers)
-        self._check(model, optimizers, method)
+        check_served(model, optimizers, method)
         found = self._find(model)
         if found is None:
-            check_whole(model)
-            _check_held(model)
-            groups = self._groups = self._groups or PipelineGroups(self.copies, self.device)
-            num_stages = groups.size * self.stages_per_process
-            turns_back = SCHEDULES[self.schedule].turns_back
-            made = cut(model, groups.size, num_stages, self.split, turns_back=turns_back)
-            check_alike(model)
-            num_chunks = self.microbatches or num_stages
-            found = Pipeline(made, self.schedule, num_chunks, self.precision, groups, self.device)
-            self._check_scaled(made)
-            self._deal(made)
-            self._pipelines.append(found)
+            found = self._set_up(model, optimizers)
         for optimizer in optimizers:
             for parameter in found.cut.elsewhere(self._here.place):
                 optimizer.state.pop(parameter, None)
             move_optimizer_state(optimizer)
         return model, list(optimizers)
+
+    def _set_up(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Pipeline:
+        """Cut a model, and deal its layers. Collective."""
+        check_whole(model)
+        check_held(model)
+        groups = self._groups = self._groups or PipelineGroups(self.copies, self.shards, self.device)
+        num_stages = groups.size * self.stages_per_process
+        turns_back = SCHEDULES[self.schedule].turns_back
+        made = cut(model, groups.size, num_stages, self.split, turns_back=turns_back)
+        check_alike(model)
+        num_chunks = self.microbatches or num_stages
+        found = Pipeline(made, self.schedule, num_chunks, self.precision, groups, self.device)
+        if self.precision.scales:
+            check_scaled(made)
+        if groups.spread is not None:
+            check_steps_parts(optimizers, "pipeline")
+            check_spread(layer for stage in made.stages for layer in stage)
+            found.shards = StageShards(groups.spread, groups, self.device)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        deal(made, groups.place, self.device, found.shards)
+        if found.shards is not None:
+            found.cut = renewed(made)
+            for optimizer in optimizers:
+                sharded_state.rebuild(optimizer, model, names)
+        self._pipelines.append(found)
+        return found
 
     def pipelined_loss(self, model: Pipelined, batch: Any) -> Loss:
         """The loss of a batch that goes through all stages, the same on all processes of the pipeline. Collective.
@@ -164,11 +195,14 @@ class PipelineStrategy(Strategy):
         value = found.input_of(batch)
         self._compare(value.shape[0])
         if not torch.is_grad_enabled():
-            return found.evaluate(batch, value)
+            self._meet_in_evaluation(True)
+            with found.gathered():
+                return found.evaluate(batch, value)
         if self._pending is not None:
             self._refuse_pending()
         factor = self._weight / self.gradient_state.window_size if self._factor is None else self._factor
-        loss = found.train(batch, value, factor)
+        with found.gathered():
+            loss = found.train(batch, value, factor)
         self._is_first, self._factor = self._factor is None, factor
         if isinstance(loss, Tensor):
             self._pending = loss.requires_grad_()
@@ -177,14 +211,21 @@ class PipelineStrategy(Strategy):
         return loss
 
     def sit_out_evaluation(self) -> bool:
-        """See that no process of the pipeline has one more batch. Collective.
+        """See that no process of the pipeline has one more batch, and gather weights for other pipelines that have.
+        Collective.
 
         Raises:
             DistributedError: on every process: some of them have left a batch out.
         """
-        if self._groups is not None:
-            self._compare(0)
-        return False
+        if self._groups is None:
+            return False
+        self._compare(0)
+        if not self._meet_in_evaluation(False):
+            return False
+        for found in self._pipelines:
+            with found.gathered():
+                pass
+        return True
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Take note that the gradients of `pipelined_loss` count, and with which weight. In a window's last they are
@@ -207,14 +248,32 @@ class PipelineStrategy(Strategy):
             self._close_window()
 
     def sit_out(self, model: nn.Module) -> None:
-        if self._find(model) is not None:
+        found = self._find(model)
+        if found is not None:
             if self._pending is not None:
                 self._refuse_pending()
             self._compare(0)
+            with found.gathered():  # for other pipelines, which may have the batch
+                pass
+
+    def step(self, optimizer: Optimizer) -> StepOutcome:
+        is_mixed = any(found.shards is not None and found.shards.has_whole for found in self._pipelines)
+        if is_mixed and self.gradient_state.sync_gradients:
+            step_apart(optimizer)  # each time: a checkpoint may have brought other settings
+        return super().step(optimizer)
 
     def forget_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
         super().forget_gradients(model, optimizer)
         self._factor = None
+        found = self._find(model)
+        if found is not None and found.shards is not None:
+            found.shards.forget_gradients()
+
+    def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+        if self.shards == 1:
+            super().scale_gradients(parameters, factor)
+        elif gradients := local_gradients(parameters):
+            torch._foreach_mul_(gradients, factor)
 
     def synchronize_buffers(self, model: nn.Module) -> None:
         found = self._find(model)
@@ -230,11 +289,20 @@ class PipelineStrategy(Strategy):
         chosen = list(parameters)
         if not self._pipelines:
             return super().clip_grad_norm(chosen, max_norm, norm_type)
-        gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
-        own = torch.nn.utils.get_total_norm(gradients, norm_type).to(self.device, torch.float32)
-        total = self._here.sum_norms(own, norm_type)
-        torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, total)
+        own = self._norms_of([parameter.grad for parameter in chosen if parameter.grad is not None], norm_type)
+        norms = torch.stack(own) if own else torch.zeros(1)
+        joint = torch.linalg.vector_norm(norms, norm_type).to(self.device, torch.float32)
+        total = self._here.sum_norms(joint, norm_type)
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        self.scale_gradients(chosen, factor)
         return total
+
+    def clip_grad_value(self, parameters: Iterable[Tensor], value: float) -> None:
+        for gradient in local_gradients(parameters):
+            gradient.clamp_(-value, value)
+
+    def _norms_of(self, gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+        return whole_norms(gradients, norm_type, self.device)
 
     def gradient_norms(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> list[Tensor | None]:
         """The norm of each parameter's gradient, a scalar; None for one that has none. Collective."""
@@ -260,7 +328,7 @@ class PipelineStrategy(Strategy):
         holder = None if found is None else found.cut.holder_of(parameter)
         if holder is None:
             return parameter
-        return pipeline_state.part_of(parameter, holder == self._here.place, self._here.copy > 0)
+        return pipeline_state.part_of(parameter, self._here, is_here=holder == self._here.place)
 
     @property
     def can_save_alone(self) -> bool:
@@ -271,12 +339,17 @@ class PipelineStrategy(Strategy):
         return False
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """The state of all stages on the main process, nothing elsewhere. Collective."""
+        """The state of the model, of which each process has that of its layers. Local."""
+        found = self._find(model)
+        return super().model_state(model) if found is None else pipeline_state.model_state(found.cut, self._here)
+
+    def whole_model_state(self, model: nn.Module) -> dict[str, Any]:
+        """The state of all stages on the host of the main process, nothing elsewhere. Collective."""
         found = self._find(model)
         if found is None:
             return super().model_state(model)
         with watch.collective("gathering of the weights"):
-            return pipeline_state.whole_model_state(found.cut)
+            return pipeline_state.whole_model_state(found.cut, self._here)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
         found = self._find(model)
@@ -289,15 +362,14 @@ class PipelineStrategy(Strategy):
         found = self._find(model)
         if found is None:
             return nullcontext()
-        return pipeline_state.writing_weights(found.cut, self._here.place, self.device)
+        return pipeline_state.writing_weights(found.cut, self._here.place)
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of all stages on the host of the main process, elsewhere the groups alone. Collective."""
+        """The state of an optimizer, of which each process has that of its layers. Collective."""
         found = self._find(model)
         if found is None:
             return super().optimizer_state(model, optimizer)
-        with watch.collective("gathering of the optimizer's state"):
-            return pipeline_state.whole_optimizer_state(found.cut, optimizer, self.device)
+        return pipeline_state.optimizer_state(found.cut, self._here, optimizer)
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Take the parts of a full state, which every process has or can read. Local."""
@@ -310,7 +382,7 @@ class PipelineStrategy(Strategy):
     def process_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """Its own buffers in a pipeline beside the first. Local."""
         found = self._find(model)
-        return {} if found is None or self._here.copy == 0 else {"buffers": saved_buffers(found.cut.model)}
+        return {} if found is None or self._here.is_first else {"buffers": saved_buffers(found.cut.model)}
 
     def load_process_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
         load_buffers(self.unwrap(model), state.get("buffers", {}))
@@ -328,53 +400,6 @@ class PipelineStrategy(Strategy):
     def _find(self, model: nn.Module) -> Pipeline | None:
         inner = unwrapped(model)
         return next((found for found in self._pipelines if found.cut.model is inner), None)
-
-    def _check(self, model: nn.Module, optimizers: Sequence[Optimizer], method: str | None) -> None:
-        name = type(model).__name__
-        if method == "forward":
-            raise ConfigError(
-                f"{name} was passed to accelerator.prepare, and strategy='pipeline' has to make the passes itself. Use "
-                "a Trainer with a Task that has pipeline_layers."
-            )
-        if method is None and optimizers:
-            raise ConfigError(
-                f"{name} is trained by manual optimization, which strategy='pipeline' can't serve: forward and backward"
-                " of a batch's parts are one call there. Use automatic optimization, or 'ddp'."
-            )
-        if len(optimizers) > 1:
-            raise ConfigError(
-                f"{name} has {len(optimizers)} optimizers, and strategy='pipeline' steps one. Put their parameters "
-                "into groups of one optimizer."
-            )
-
-    def _check_scaled(self, made: Cut) -> None:
-        """Refuse stages whose gradients can't tell of an overflow of fp16. Local, alike on all processes."""
-        if not self.precision.scales:
-            return
-        for place in range(self._here.size):
-            if not made.trained_by(place):
-                raise ConfigError(
-                    f"precision='fp16' with strategy='pipeline': process {place} has no trainable parameter in its "
-                    f"stages of {type(made.model).__name__}. Use 'bf16', or let split= give it one."
-                )
-
-    def _deal(self, made: Cut) -> None:
-        """Give all layers the values of process 0, and keep those of this process. Collective."""
-        inside: set[int] = set()
-        for index, stage in enumerate(made.stages):
-            for layer in stage:
-                layer.to(self.device)
-                tensors = [each for each in [*layer.parameters(), *layer.buffers()] if id(each) not in inside]
-                inside |= {id(tensor) for tensor in tensors}
-                broadcast_tensors(tensors, f"setup of {type(made.model).__name__}")
-                if made.owners[index] != self._here.place:
-                    for parameter in layer.parameters():
-                        free(parameter, self.device)
-                    for module in layer.modules():
-                        module.register_forward_pre_hook(_refuse_call)
-        made.model.to(self.device)
-        tensors = [*made.model.parameters(), *made.model.buffers()]
-        broadcast_tensors([each for each in tensors if id(each) not in inside], f"setup of {type(made.model).__name__}")
 
     def _weigh(self, weight: float) -> None:
         """Give the gradients of the newest batch their weight: what the loss of backward makes of it. Local.
@@ -398,6 +423,8 @@ class PipelineStrategy(Strategy):
         if self._is_first:
             for found in self._pipelines:
                 self.scale_gradients(found.cut.trained_by(self._here.place), factor / self._factor)
+                if found.shards is not None:
+                    found.shards.scale_gradients(factor / self._factor)
             self._factor = factor
             self._weight = weight or 1.0
 
@@ -408,10 +435,13 @@ class PipelineStrategy(Strategy):
         self._factor = None
         for found in self._pipelines:
             own = found.cut.trained_by(self._here.place)
+            if found.shards is not None:
+                found.shards.reduce()
             if self._here.alike is not None:
-                average_over_copies(own, self._here.alike)
+                average_over_copies([each for each in own if not is_sharded(each)], self._here.alike)
             if self.precision.scales:
-                agree_on_overflow(own, self._here.pipeline, self.device)
+                everybody = self._here.pipeline if found.shards is None else None
+                agree_on_overflow(own, everybody, self.device)
 
     def _compare(self, num_samples: int) -> None:
         """See that all processes of the pipeline are at a batch of as many samples, or all without one. Collective."""
@@ -419,7 +449,7 @@ class PipelineStrategy(Strategy):
             found.check_whole()
         told = self._here.tell(num_samples)
         if 0 in told and any(told):
-            begin = self._here.copy * self._here.size
+            begin = dist.get_rank() - self._here.place
             without = ", ".join(str(begin + place) for place, size in enumerate(told) if not size)
             raise DistributedError(
                 f"a batch was left out on process {without} alone, and with strategy='pipeline' it goes through all. "
@@ -431,27 +461,14 @@ class PipelineStrategy(Strategy):
                 "loader that is not shared yet, or give the same batches to all of them."
             )
 
+    def _meet_in_evaluation(self, has_batch: bool) -> bool:
+        """Whether a pipeline has one more batch, for which those that share its weights have to gather. Collective
+        where weights are spread.
+        """
+        return self.shards > 1 and any(exchange(has_batch, "evaluation"))
+
     def _refuse_pending(self) -> NoReturn:
         raise ConfigError(
             "a batch was left out after self.run_pipeline(batch), by SkipBatch or a step without a loss, and with "
             "strategy='pipeline' its gradients are added up by then. Leave it out before, or call run_pipeline once."
         )
-
-
-def _check_held(model: nn.Module) -> None:
-    """Refuse a model of which this process has no values. Local."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta or is_freed(parameter):
-            where = "on the meta device" if parameter.is_meta else "in the pipeline of another Trainer"
-            raise ConfigError(
-                f"parameter {name} of {type(model).__name__} is {where}. Make the task anew with values, on all "
-                "processes; a checkpoint brings back those that were trained."
-            )
-
-
-def _refuse_call(module: nn.Module, args: Any) -> None:
-    """A hook on layers whose weights another process has."""
-    raise ConfigError(
-        f"{type(module).__name__} was called in a process that has no weights of it, with strategy='pipeline'. Compute "
-        "losses by self.run_pipeline(batch); other outputs and predictions need another strategy."
-    )

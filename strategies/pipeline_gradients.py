@@ -13,6 +13,7 @@ from ..checkpoint.finite import tensor_norms
 from ..distributed import watch
 from ..distributed.errors import ConfigError, TaskError
 from .averaging import average_gradients
+from .sharded_gradients import local_gradients
 
 
 def weight_of(loss: Tensor, pending: Tensor | None) -> float:
@@ -60,15 +61,16 @@ def agree_on_overflow(
         group: the processes; None: all.
         device: where they compute.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
+    if all(parameter.grad is None for parameter in parameters):
         parameters[0].grad = torch.zeros_like(parameters[0])
-        gradients = [parameters[0].grad]
-    norms = torch.stack(tensor_norms(gradients, math.inf))
-    overflow = (~norms.isfinite()).any().float().to(device)
+    gradients = [each for each in local_gradients(parameters) if each.numel()]
+    overflow = torch.zeros((), device=device)
+    if gradients:
+        overflow = (~torch.stack(tensor_norms(gradients, math.inf)).isfinite()).any().float().to(device)
     with watch.collective("overflow of gradients"):
         dist.all_reduce(overflow, dist.ReduceOp.MAX, group=group)
-    gradients[0].mul_(torch.where(overflow > 0, math.inf, 1.0))
+    if gradients:
+        gradients[0].mul_(torch.where(overflow > 0, math.inf, 1.0))
 
 
 def _leaves(loss: Tensor) -> set[int]:

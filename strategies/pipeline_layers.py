@@ -108,10 +108,19 @@ def cut(
     stages = tuple(tuple(layers[begin:end]) for begin, end in zip(begins, ends, strict=True))
     owners = [_owner(index, num_processes, turns_back) for index in range(num_stages)]
     _check_layers(model, stages, owners)
+    return _cut_at(model, stages, owners)
+
+
+def renewed(cut: Cut) -> Cut:
+    """The same cut, with the parameters that the layers have now. Local."""
+    return _cut_at(cut.model, cut.stages, cut.owners)
+
+
+def _cut_at(model: nn.Module, stages: Sequence[tuple[nn.Module, ...]], owners: Sequence[int]) -> Cut:
     each = [(owner, layer) for owner, stage in zip(owners, stages, strict=True) for layer in stage]
     modules = {id(module): owner for owner, layer in each for module in layer.modules()}
     parameters = {id(parameter): owner for owner, layer in each for parameter in layer.parameters()}
-    return Cut(model, stages, tuple(owners), parameters, modules)
+    return Cut(model, tuple(stages), tuple(owners), parameters, modules)
 
 
 def _owner(stage: int, num_processes: int, turns_back: bool) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from ..distributed.numbers import wide_float
 from .handlers import AutocastKwargs
 from .pipeline_groups import PipelineGroups
 from .pipeline_layers import Cut, Loss
+from .pipeline_shards import StageShards
 from .precision import ContextFactory, Precision
 
 
@@ -108,6 +109,8 @@ class Pipeline:
         device: torch.device,
     ) -> None:
         self.cut = cut
+        self.shards: StageShards | None = None
+        """What spreads this process's layers over pipelines side by side; None: it has them whole."""
         self._num_chunks = num_chunks
         self._word = schedule
         self._precision = precision
@@ -135,6 +138,10 @@ class Pipeline:
         """What has ended a batch on its way through the stages, which other processes go on with."""
         self._factor: float | Tensor = 1.0
         self._build(True, num_chunks)  # so that what can't work is refused now
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """A context in which this process has all weights of its layers. Collective where these are spread."""
+        return nullcontext() if self.shards is None else self.shards.gathered()
 
     def input_of(self, batch: Any) -> Tensor:
         """What the first layer takes of a batch; dimension 0 counts samples. Local.

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loopwright.distributed.errors import ConfigError, DataError, DistributedError, TaskError
-from loopwright.distributed.meshes import MeshSizes
 from loopwright.strategies.pipeline import PipelineStrategy
 from loopwright.strategies.pipeline_layers import cut
 from loopwright.trainer.trainer import Trainer
@@ -356,8 +355,3 @@ def test_without_a_trainer_it_is_the_loss_of_all_layers() -> None:
     for layer in task.pipeline_layers():
         value = layer(value)
     assert torch.equal(task.run_pipeline(batch), task.pipeline_loss(value, batch))
-
-
-def test_a_mesh_beside_it_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"strategy='pipeline' and a mesh of .*replicate=2.* were given"):
-        PipelineStrategy().use_mesh(MeshSizes(replicate=2, shard=1))

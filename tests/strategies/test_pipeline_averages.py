@@ -17,6 +17,7 @@ from loopwright.callbacks.swa import SWA
 from loopwright.checkpoint.sharded import local_part, whole
 from loopwright.checkpoint.weights import load_weights
 from loopwright.distributed.errors import ConfigError
+from loopwright.strategies.pipeline_groups import PipelineGroups
 from loopwright.strategies.pipeline_state import part_of
 from loopwright.trainer.trainer import Trainer
 
@@ -184,11 +185,15 @@ def test_of_pipelines_side_by_side_each_has_all_averages(four_processes: Run, tm
     close(_leg(6, 8, "single", path)[0], wanted)
 
 
-def test_a_weight_that_is_turned_in_memory() -> None:
-    turned = torch.zeros(8, 11).t()
+def _turned() -> None:
+    groups, turned = PipelineGroups(1, 1, torch.device("cpu")), torch.zeros(8, 11).t()
     with pytest.raises(ConfigError, match=r"a weight of shape \(11, 8\) lies in memory with the strides \(1, 11\)"):
-        part_of(turned, True)
-    assert local_part(part_of(turned, False)).numel() == 0
+        part_of(turned, groups, is_here=True)
+    assert local_part(part_of(turned, groups, is_here=False)).numel() == 0
+
+
+def test_a_weight_that_is_turned_in_memory(two_processes: Run) -> None:
+    two_processes(_turned)
 
 
 class Peaked(GPT):
