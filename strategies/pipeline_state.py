@@ -103,7 +103,7 @@ def part_of(tensor: Tensor, groups: PipelineGroups, *, is_here: bool) -> FlatPar
 
 @contextmanager
 def writing_weights(cut: Cut, place: int) -> Iterator[None]:
-    """A context in which whole weights can be loaded into the model; nothing of those of other places is taken. Local."""
+    """A context in which whole weights can be loaded into the model; those of other places are left out. Local."""
     others = {id(parameter): parameter for parameter in cut.elsewhere(place)}
     nothing: Any = {key: FlatPart(torch.empty(0, dtype=each.dtype), 0, each.shape) for key, each in others.items()}
     held = [
