@@ -27,13 +27,15 @@ from .outcome import StepOutcome
 from .pipeline_building import check_held, check_scaled, check_served, deal
 from .pipeline_gradients import agree_on_overflow, average_over_copies, weight_of
 from .pipeline_groups import PipelineGroups, pipeline_share
-from .pipeline_layers import Loss, Pipelined, cut, renewed, whole_loss
+from .pipeline_layers import Cut, Loss, Pipelined, cut, renewed, whole_loss
 from .pipeline_shards import StageShards, check_spread
 from .pipeline_stages import SCHEDULES, Pipeline
 from .sharded_gradients import local_gradients
 from .sharded_norms import whole_norms
 from .strategy import Strategy
 from .suitability import check_alike, check_replicable, check_trained, check_whole
+from .tensor_agreement import Agreement
+from .tensor_parallel import Plan, PlanLike, check_divides, find_plan, read_plan
 
 _ROUNDING = 1e-6
 """How far two weights of losses may be apart that are meant to be equal."""
@@ -55,6 +57,8 @@ class PipelineStrategy(Strategy):
         shards: pipelines that a copy is spread over, each with batches of its own: at each place the layers' weights,
             their gradients and the optimizer's state are kept in so many parts, as FSDP keeps them. A process gathers
             the weights of its layers for a batch, and frees them behind it.
+        tensor: over how many processes at each place layers are cut, which get the same batches.
+        tensor_plan: how they are cut, as `FSDPStrategy` takes it; None: the model's own plan.
         microbatches: into how many equal parts a batch is cut; one of an odd size into more. None: as many as there are
             stages.
         stages_per_process: stages that a process has: 0, n, 2n, ... of n processes has the first. None: 1, or 2 where
@@ -71,6 +75,8 @@ class PipelineStrategy(Strategy):
         schedule: str = "1f1b",
         copies: int = 1,
         shards: int = 1,
+        tensor: int = 1,
+        tensor_plan: PlanLike = None,
         microbatches: int | None = None,
         stages_per_process: int | None = None,
         split: Sequence[str] = (),
@@ -80,6 +86,9 @@ class PipelineStrategy(Strategy):
         kind = SCHEDULES[schedule]
         check_integer("PipelineStrategy(copies)", copies, 1, "It counts copies of the model.")
         check_integer("PipelineStrategy(shards)", shards, 1, "It counts parts of the weights of a copy.")
+        check_integer("PipelineStrategy(tensor)", tensor, 1, "It counts parts of layers.")
+        if tensor_plan is not None and tensor == 1:
+            raise ConfigError("PipelineStrategy(tensor_plan=...) without tensor, which says how many parts there are.")
         if microbatches is not None:
             check_integer("PipelineStrategy(microbatches)", microbatches, 1, "Leave it out for the number of stages.")
         if stages_per_process is not None:
@@ -96,11 +105,14 @@ class PipelineStrategy(Strategy):
         self.schedule = schedule
         self.copies = copies
         self.shards = shards
+        self.tensor = tensor
+        self.tensor_plan = read_plan("PipelineStrategy(tensor_plan)", tensor_plan)
         self.microbatches = microbatches
         self.stages_per_process = stages_per_process or (2 if kind.has_several else 1)
         self.split = tuple(split)
         self._pipelines: list[Pipeline] = []
         self._groups: PipelineGroups | None = None
+        self._agreement: Agreement | None = None
         self._pending: Tensor | None = None
         """A loss whose gradients were added, and from which backward was not called yet."""
         self._weight = 1.0
@@ -117,22 +129,23 @@ class PipelineStrategy(Strategy):
         Raises:
             ConfigError: they can't be dealt to so many pipelines.
         """
-        count, pipelines = self.process.num_processes, self.copies * self.shards
+        count, shares = self.process.num_processes, self.copies * self.shards
+        pipelines = shares * self.tensor
         if count % pipelines or (count == pipelines > 1):
+            given = f"copies={self.copies}, shards={self.shards}, tensor={self.tensor}"
             raise ConfigError(
-                f"PipelineStrategy(copies={self.copies}, shards={self.shards}) with {count} processes. Expected a "
-                f"multiple of {pipelines}, of at least two processes for each pipeline; whole models in each process "
-                "are strategy='ddp', or 'fsdp' for their parts."
+                f"PipelineStrategy({given}) with {count} processes. Expected a multiple of {pipelines}, of at least "
+                "two processes for each pipeline; all layers in each process are strategy='ddp', or 'fsdp' for parts."
             )
-        return pipeline_share(self.process.process_index, count, pipelines)
+        return pipeline_share(self.process.process_index, count, shares)
 
     def use_mesh(self, sizes: MeshSizes) -> None:
-        if sizes != MeshSizes(replicate=sizes.replicate, shard=sizes.shard):
+        if sizes != MeshSizes(replicate=sizes.replicate, shard=sizes.shard, tensor=sizes.tensor):
             raise ConfigError(
-                f"strategy='pipeline' and a mesh of {sizes}: a pipeline's layers and sequences are not cut. Leave all "
-                "but replicate (copies) and shard (shards) out of the mesh, or use strategy='fsdp'."
+                f"strategy='pipeline' and a mesh of {sizes}: a pipeline's sequences are not cut. Leave all but "
+                "replicate (copies), shard (shards) and tensor out of the mesh, or use strategy='fsdp'."
             )
-        self.copies, self.shards = sizes.replicate, sizes.shard or 1
+        self.copies, self.shards, self.tensor = sizes.replicate, sizes.shard or 1, sizes.tensor
 
     def setup(
         self, model: nn.Module, optimizers: Sequence[Optimizer], method: str | None = "forward"
@@ -158,7 +171,7 @@ class PipelineStrategy(Strategy):
         """Cut a model, and deal its layers. Collective."""
         check_whole(model)
         check_held(model)
-        groups = self._groups = self._groups or PipelineGroups(self.copies, self.shards, self.device)
+        groups = self._groups = self._groups or PipelineGroups(self.copies, self.shards, self.tensor, self.device)
         num_stages = groups.size * self.stages_per_process
         turns_back = SCHEDULES[self.schedule].turns_back
         made = cut(model, groups.size, num_stages, self.split, turns_back=turns_back)
@@ -167,10 +180,9 @@ class PipelineStrategy(Strategy):
         found = Pipeline(made, self.schedule, num_chunks, self.precision, groups, self.device)
         if self.precision.scales:
             check_scaled(made)
-        if groups.spread is not None:
+        if groups.mesh is not None:
             check_steps_parts(optimizers, "pipeline")
-            check_spread(layer for stage in made.stages for layer in stage)
-            found.shards = StageShards(groups.spread, groups, self.device)
+            found.shards = self._shards(made, groups)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         deal(made, groups.place, self.device, found.shards)
         if found.shards is not None:
@@ -179,6 +191,20 @@ class PipelineStrategy(Strategy):
                 sharded_state.rebuild(optimizer, model, names)
         self._pipelines.append(found)
         return found
+
+    def _shards(self, made: Cut, groups: PipelineGroups) -> StageShards:
+        """What spreads and cuts the layers of this process. Local.
+
+        Raises:
+            ConfigError: they can't be.
+        """
+        plan: Plan = {}
+        if groups.tensor is not None:
+            plan = find_plan(made.model, self.tensor_plan)
+            check_divides(plan, groups.num_parts)
+            self._agreement = Agreement(groups.tensor, self.device, groups.same_place)
+        check_spread([layer for stage in made.stages for layer in stage], plan)
+        return StageShards(groups, plan, self.device)
 
     def pipelined_loss(self, model: Pipelined, batch: Any) -> Loss:
         """The loss of a batch that goes through all stages, the same on all processes of the pipeline. Collective.
@@ -257,6 +283,8 @@ class PipelineStrategy(Strategy):
                 pass
 
     def step(self, optimizer: Optimizer) -> StepOutcome:
+        if self._agreement is not None and self.gradient_state.sync_gradients:
+            self._agreement.check(optimizer, [found.cut.model for found in self._pipelines])
         is_mixed = any(found.shards is not None and found.shards.has_whole for found in self._pipelines)
         if is_mixed and self.gradient_state.sync_gradients:
             step_apart(optimizer)  # each time: a checkpoint may have brought other settings
@@ -270,7 +298,7 @@ class PipelineStrategy(Strategy):
             found.shards.forget_gradients()
 
     def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
-        if self.shards == 1:
+        if self.shards * self.tensor == 1:
             super().scale_gradients(parameters, factor)
         elif gradients := local_gradients(parameters):
             torch._foreach_mul_(gradients, factor)
@@ -449,7 +477,7 @@ class PipelineStrategy(Strategy):
             found.check_whole()
         told = self._here.tell(num_samples)
         if 0 in told and any(told):
-            begin = dist.get_rank() - self._here.place
+            begin = self.data_share.process_index * len(told)
             without = ", ".join(str(begin + place) for place, size in enumerate(told) if not size)
             raise DistributedError(
                 f"a batch was left out on process {without} alone, and with strategy='pipeline' it goes through all. "
@@ -465,7 +493,7 @@ class PipelineStrategy(Strategy):
         """Whether a pipeline has one more batch, for which those that share its weights have to gather. Collective
         where weights are spread.
         """
-        return self.shards > 1 and any(exchange(has_batch, "evaluation"))
+        return self._here.mesh is not None and any(exchange(has_batch, "evaluation"))
 
     def _refuse_pending(self) -> NoReturn:
         raise ConfigError(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..distributed import watch
 from ..distributed.exchange import exchange
-from ..distributed.meshes import REPLICATE, SHARD
+from ..distributed.meshes import REPLICATE, SHARD, TENSOR, spreading_axes
 from ..distributed.shares import DataShare
 
 if TYPE_CHECKING:
@@ -20,17 +20,17 @@ _PASSES = "pipeline"
 """What the processes call it that all of them are at the same batch."""
 
 
-def pipeline_share(process_index: int, num_processes: int, num_pipelines: int) -> DataShare:
-    """Which share of the data a process gets: neighbours are one pipeline, of which all come to the same loss. Local.
+def pipeline_share(process_index: int, num_processes: int, num_shares: int) -> DataShare:
+    """Which share of the data a process gets: neighbours get the same batches, and come to the same loss. Local.
 
     Args:
         process_index: of this process.
-        num_processes: a multiple of `num_pipelines`.
-        num_pipelines: side by side.
+        num_processes: a multiple of `num_shares`.
+        num_shares: of the data.
     """
-    size = num_processes // num_pipelines
+    size = num_processes // num_shares
     return DataShare(
-        num_processes=num_pipelines, process_index=process_index // size, num_peers=size, peer=process_index % size,
+        num_processes=num_shares, process_index=process_index // size, num_peers=size, peer=process_index % size,
         num_twins=size,
     )  # fmt: skip
 
@@ -38,56 +38,80 @@ def pipeline_share(process_index: int, num_processes: int, num_pipelines: int) -
 class PipelineGroups:
     """Groups of processes: one for each pipeline, and one for each place in them. Making them is collective.
 
+    Processes are in a grid of copies x shards x places x tensor, of which the last are neighbours. A pipeline is those
+    that differ in their place alone.
+
     Args:
         copies: of the model.
-        shards: pipelines that a copy is spread over; the number of processes is a multiple of `copies * shards`.
+        shards: pipelines that a copy is spread over.
+        tensor: pipelines over which layers are cut; the number of processes is a multiple of the three.
         device: where this process computes.
     """
 
-    def __init__(self, copies: int, shards: int, device: torch.device) -> None:
-        count = dist.get_world_size()
-        self.size = count // (copies * shards)
+    def __init__(self, copies: int, shards: int, tensor: int, device: torch.device) -> None:
+        grid = torch.arange(dist.get_world_size()).view(copies, shards, -1, tensor)
+        self.size = grid.shape[2]
         """How many processes a pipeline has."""
-        number, self.place = divmod(dist.get_rank(), self.size)
+        copy, shard, self.place, part = (grid == dist.get_rank()).nonzero()[0].tolist()
         """Where in its pipeline this process is."""
-        self.is_first = number == 0
-        """Whether its pipeline is the first."""
-        self.copy = number // shards
-        """Of which copy of the model it has a part."""
+        self.is_first = copy == shard == part == 0
+        """Whether no process before it has the same layers."""
+        self.num_parts = tensor
+        """Over how many processes layers are cut."""
         self.pipeline: dist.ProcessGroup | None = None
         """The processes of this one's pipeline; None: all."""
+        self.peers: dist.ProcessGroup | None = None
+        """Those that get the same batches; None: all."""
         self.alike: dist.ProcessGroup | None = None
-        """Those at this place in each pipeline; None: this process alone."""
-        self.spread: DeviceMesh | None = None
-        """Those over which the weights of this place's layers are spread: `shards`, or `copies` times `shards`; None:
-        each process has them whole."""
-        if copies * shards == 1:
+        """Those with the same place and part, which get other batches; None: this process alone."""
+        self.same_place: dist.ProcessGroup | None = None
+        """Those at this place, where layers are cut."""
+        self.mesh: DeviceMesh | None = None
+        """Those at this place, where their weights are spread or cut: the axes of copies, of shards (in any case) and
+        of the tensor, where there are several; None: each process has them whole."""
+        if copies * shards * tensor == 1:
             return
         with watch.collective("groups of pipelines"), watch.connections_noted():
-            self.pipeline = _own_group(torch.arange(count).view(-1, self.size), device)
-            self.alike = _own_group(torch.arange(count).view(-1, self.size).T, device)
-            if shards > 1:
-                self.spread = self._spread(copies, shards, device)
+            self.pipeline = _own_group(grid.transpose(2, 3).reshape(-1, self.size), device)
+            self.peers = _own_group(grid.reshape(copies * shards, -1), device)
+            self.alike = _own_group(grid.reshape(copies * shards, -1).T, device)
+            if shards * tensor > 1:
+                self.mesh = self._mesh(grid, device)
+            if tensor > 1:
+                self.same_place = _own_group(grid.movedim(2, 0).reshape(self.size, -1), device)
 
-    def _spread(self, copies: int, shards: int, device: torch.device) -> DeviceMesh:
+    @property
+    def spread(self) -> DeviceMesh:
+        """The axes of the mesh over which weights are spread."""
+        assert self.mesh is not None
+        return spreading_axes(self.mesh)
+
+    @property
+    def tensor(self) -> DeviceMesh | None:
+        """The axis of the mesh over which layers are cut; None: there is none."""
+        is_cut = self.mesh is not None and TENSOR in (self.mesh.mesh_dim_names or ())
+        return self.mesh[TENSOR] if is_cut else None  # type: ignore[index]
+
+    def _mesh(self, grid: Tensor, device: torch.device) -> DeviceMesh:
         from torch.distributed.device_mesh import DeviceMesh
 
-        assert self.alike is not None
-        if copies == 1:
-            return DeviceMesh.from_group(self.alike, device.type, mesh_dim_names=(SHARD,))
-        ranks = torch.arange(dist.get_world_size()).view(copies, shards, self.size)
-        twins = _own_group(ranks.permute(1, 2, 0).reshape(-1, copies), device)
-        parts = _own_group(ranks.permute(0, 2, 1).reshape(-1, shards), device)
-        own = ranks[:, :, self.place].contiguous()
-        return DeviceMesh.from_group([twins, parts], device.type, own, mesh_dim_names=(REPLICATE, SHARD))
+        axes = {REPLICATE: 0, SHARD: 1, TENSOR: 3}
+        kept = {name: axis for name, axis in axes.items() if grid.shape[axis] > 1 or name == SHARD}
+        groups = [_own_group(grid.movedim(axis, -1).reshape(-1, grid.shape[axis]), device) for axis in kept.values()]
+        own = grid[:, :, self.place].reshape([grid.shape[axis] for axis in kept.values()]).contiguous()
+        return DeviceMesh.from_group(groups, device.type, own, mesh_dim_names=tuple(kept))
+
+    def rank_of(self, place: int) -> int:
+        """The first process at a place. Local."""
+        return place * self.num_parts
 
     def tell(self, value: int) -> list[int]:
-        """What each process of this pipeline says, the first stage's first. Collective in the pipeline."""
-        if self.pipeline is None:
+        """What each process says that gets the same batches, the first stage's first. Collective among them."""
+        if self.peers is None:
             return exchange(value, _PASSES)
-        parts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        parts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(self.peers))]
         with watch.collective(_PASSES):
-            dist.all_gather(parts, torch.tensor([value]), group=self.pipeline)
+            dist.all_gather(parts, torch.tensor([value]), group=self.peers)
         return [int(each) for each in parts]
 
     def sum_norms(self, own: Tensor, norm_type: float) -> Tensor:

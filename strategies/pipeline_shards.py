@@ -1,9 +1,10 @@
-"""The weights of one place in a pipeline, spread over the pipelines side by side, with torch's `fully_shard`."""
+"""The weights of one place in pipelines, spread over those side by side with torch's `fully_shard`, or cut by a plan.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..checkpoint.sharded import local_part
 from ..distributed import watch
+from ..distributed.errors import ConfigError
 from .pipeline_groups import PipelineGroups
 from .sharded_model import learn_formats
 from .sharded_state import groups_of, restore_accumulated
 from .sharding import check_formats, is_uncut, owned_parameters
+from .tensor_parallel import Plan, cut, cut_inputs
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,14 +33,14 @@ class StageShards:
     weights' own number format, under autocast where the precision asks for it.
 
     Args:
-        mesh: the processes that have the same layers: parts, or copies times parts.
-        groups: of all processes.
+        groups: of the processes, with a mesh.
+        plan: which modules are cut over its tensor axis, and how.
         device: where this process computes.
     """
 
-    def __init__(self, mesh: DeviceMesh, groups: PipelineGroups, device: torch.device) -> None:
-        self._mesh = mesh
+    def __init__(self, groups: PipelineGroups, plan: Plan, device: torch.device) -> None:
         self._groups = groups
+        self._plan = plan
         self._device = device
         self._units: list[Any] = []
         """The layers that were spread, in their order, each in a module that is never called: torch's hooks on it would
@@ -45,8 +49,8 @@ class StageShards:
         """Whether layers have trained parameters that are not spread."""
 
     def spread(self, layer: nn.Module, whole: Collection[nn.Parameter]) -> None:
-        """Spread the weights of a layer that this process has with all of its values. Collective among those at its
-        place.
+        """Cut and spread the weights of a layer that this process has with all of its values. Collective among those at
+        its place.
 
         Args:
             layer: one of its stages.
@@ -56,12 +60,23 @@ class StageShards:
 
         left = {each for each in layer.parameters() if is_uncut(each) or each in whole}
         self.has_whole |= any(each.requires_grad for each in left)
-        if left.issuperset(layer.parameters()):
+        is_whole = left.issuperset(layer.parameters())
+        if self._groups.tensor is not None:
+            self._cut(layer, left, self._groups.tensor)
+        if is_whole:
             return
-        unit: Any = fully_shard(nn.Sequential(layer), mesh=self._mesh, ignored_params=left)
+        unit: Any = fully_shard(nn.Sequential(layer), mesh=self._groups.spread, ignored_params=left)
         unit.set_reduce_scatter_unused_params(True)
         unit._get_fsdp_state()._lazy_init()  # which torch does in the first call
         self._units.append(unit)
+
+    def _cut(self, layer: nn.Module, left: Collection[nn.Parameter], tensor: DeviceMesh) -> None:
+        """Keep of planned modules of a layer the part of this process. Local."""
+        owned = owned_parameters(layer, {layer}, ())[layer]
+        holders = [(module, name) for module, name in owned if getattr(module, name) not in left]
+        cut(holders, self._plan, tensor)
+        own = {module: style for module, style in self._plan.items() if module in {*layer.modules()}}
+        cut_inputs(own, {module for module, _ in holders}, tensor)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -82,7 +97,7 @@ class StageShards:
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients that were not reduced yet. Local."""
-        gradients = [each.unsharded_param.grad for each in self._parameters() if _has_gradient(each)]
+        gradients = [local_part(each.unsharded_param.grad) for each in self._parameters() if _has_gradient(each)]
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
@@ -120,14 +135,24 @@ class StageShards:
                 yield from group.fsdp_params
 
 
-def check_spread(layers: Iterable[nn.Module]) -> None:
-    """Refuse layers whose gradients can't be reduced together. Local, alike on all processes.
+def check_spread(layers: Sequence[nn.Module], plan: Plan) -> None:
+    """Refuse layers whose gradients can't be reduced together, or that can't be cut. Local, alike on all processes.
 
+    Args:
+        layers: of all stages.
+        plan: of what is cut.
     Raises:
-        ConfigError: the trained parameters of one have several number formats.
+        ConfigError: the trained parameters of one have several number formats, or several share what the plan cuts.
     """
+    shared = shared_parameters(layers)
     for layer in layers:
         check_formats(owned_parameters(layer, {layer}, ()))
+        for name, module in layer.named_modules():
+            if module in plan and not shared.isdisjoint(module.parameters(recurse=False)):
+                raise ConfigError(
+                    f"tensor_plan cuts {name or 'a layer,'} {type(module).__name__}, whose weights several layers of "
+                    "the pipeline share. Untie them, or leave it out of the plan."
+                )
 
 
 def shared_parameters(layers: Sequence[nn.Module]) -> set[nn.Parameter]:

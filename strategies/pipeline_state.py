@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..checkpoint.flat import FlatPart
-from ..checkpoint.sharded import is_sharded, local_part, parts_of, whole
+from ..checkpoint.sharded import is_sharded, whole
 from ..distributed.errors import CheckpointError, ConfigError
 from ..distributed.exchange import exchange
 from ..distributed.sending import as_bytes
@@ -73,12 +73,12 @@ def load_model_state(cut: Cut, place: int, state: Mapping[str, Any], strict: boo
     load_sharded(cut.model, {name: wanted(name, value) for name, value in state.items()}, strict)
 
 
-def part_of(tensor: Tensor, groups: PipelineGroups, *, is_here: bool) -> FlatPart:
+def part_of(tensor: Tensor, groups: PipelineGroups, *, is_here: bool) -> Tensor:
     """A tensor of the layers of one place as the part that this process has, in the same memory: nothing of it where it
     has other layers. Local.
 
     Args:
-        tensor: of the process, whole or spread over the pipelines, or what keeps its shape.
+        tensor: of the process, whole or sharded, or what keeps its shape.
         groups: of the processes.
         is_here: whether it is of this process's layers.
     Raises:
@@ -88,11 +88,7 @@ def part_of(tensor: Tensor, groups: PipelineGroups, *, is_here: bool) -> FlatPar
     if not is_here:
         return FlatPart(torch.empty(0, dtype=tensor.dtype, device=tensor.device), 0, tensor.shape)
     if is_sharded(values):
-        # Neighbours along the first dimension, as torch spreads weights.
-        local = local_part(values)
-        begins = [part.offset[0] for part in parts_of(values)]
-        begin = begins[0] * (values.numel() // values.shape[0]) if begins else 0
-        return FlatPart(local.reshape(-1), begin, values.shape, groups.copy > 0)
+        return values
     if not values.is_contiguous():
         raise ConfigError(
             f"a weight of shape {tuple(values.shape)} lies in memory with the strides {values.stride()}, where "
@@ -155,15 +151,15 @@ def load_optimizer_state(cut: Cut, place: int, optimizer: Optimizer, state: Mapp
 
 def _bring(value: Tensor, owner: int, groups: PipelineGroups) -> Tensor:
     """A tensor of one place's layers, on the host of the main process; elsewhere what shows its shape. Collective."""
-    rank = dist.get_rank()
+    rank, source = dist.get_rank(), groups.rank_of(owner)
     found = whole(value) if owner == groups.place else value
-    if rank == owner != 0 and found.numel():
+    if rank == source != 0 and found.numel():
         dist.send(as_bytes(found), 0)
     if rank:
         return value
     if owner and found.numel():
         found = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-        dist.recv(as_bytes(found), owner)
+        dist.recv(as_bytes(found), source)
     return found.cpu()
 
 

@@ -56,10 +56,12 @@ class Agreement:
     Args:
         tensor: the axis.
         device: where processes reduce.
+        all_alike: those that have the same parameters; None: all processes.
     """
 
-    def __init__(self, tensor: DeviceMesh, device: torch.device) -> None:
+    def __init__(self, tensor: DeviceMesh, device: torch.device, all_alike: dist.ProcessGroup | None = None) -> None:
         self._group = tensor.get_group()
+        self._all_alike = all_alike
         self._device = device
         self._open: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
         """Of each optimizer how many parameters were trained, and for how many steps they are compared yet."""
@@ -89,7 +91,7 @@ class Agreement:
 
     def _compare(self, gradients: Sequence[Tensor | None]) -> _Found:
         """Compare sketches of gradients: random sums, whose distance is about that of the gradients. Collective: a
-        small reduction over the axis, and one over all processes, so that all find the same.
+        small reduction over the axis, and one over all that have the same parameters, so that all find the same.
         """
         signs = self._signs(gradients)
         sketches = torch.stack([_random_state(self._device), *(self._sketch(each, signs) for each in gradients)])
@@ -99,7 +101,7 @@ class Agreement:
             dist.all_reduce(around, dist.ReduceOp.MAX, group=self._group)
             spread = around[:, :_BUCKETS] + around[:, _BUCKETS:-1]
             joint = torch.cat([spread.square().sum(1, keepdim=True), around[:, -1:], is_bad.to(spread.dtype)], 1)
-            dist.all_reduce(joint)
+            dist.all_reduce(joint, group=self._all_alike)
         squares = joint[1:].cpu()
         apart, norm, bad = squares.unbind(1)
         limit = torch.maximum(norm * _TOLERANCE**2, norm.sum() * _FLOOR**2)
