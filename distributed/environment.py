@@ -84,8 +84,11 @@ PARALLELISM_VARIABLES = {
     "PARALLELISM_CONFIG_CP_SIZE": "parts of each sequence",
     "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "copies of the model",
     "PARALLELISM_CONFIG_DP_SHARD_SIZE": "parts of the weights",
+    "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "sdpa",
     "PARALLELISM_CONFIG_SP_BACKEND": "deepspeed",
-    "PARALLELISM_CONFIG_SP_SIZE": "parts of each sequence by DeepSpeed",
+    "PARALLELISM_CONFIG_SP_SEQ_LENGTH": "the length of whole sequences, where that is not variable",
+    "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE": "whether sequences have the length they come with",
+    "PARALLELISM_CONFIG_SP_SIZE": "parts of each sequence, between which heads are exchanged",
     "PARALLELISM_CONFIG_TP_SIZE": "parts of the layers",
 }
 """Accelerate's variables of meshes, read without a prefix by a `ParallelismConfig`."""

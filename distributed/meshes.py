@@ -15,10 +15,15 @@ from .shares import DataShare
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
+REPLICATE, SHARD, CONTEXT, SEQUENCE, TENSOR = "dp_replicate", "dp_shard", "cp", "sp", "tp"
 """The names of the axes, in their order: of two processes one after another, the last axis is the one between them."""
-JOINTS = {"dp": (REPLICATE, SHARD), "dp_shard_cp": (SHARD, CONTEXT), "dp_cp": (REPLICATE, SHARD, CONTEXT)}
-"""Axes that are taken together: those of different batches, of parts of weights, of different losses."""
+JOINTS = {
+    "dp": (REPLICATE, SHARD),
+    "dp_shard_cp": (SHARD, CONTEXT, SEQUENCE),
+    "dp_cp": (REPLICATE, SHARD, CONTEXT, SEQUENCE),
+}
+"""Axes that are taken together: those of different batches, of parts of weights, of different losses. The names are
+Accelerate's; of the two axes of sequences a mesh has one at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +31,7 @@ class MeshSizes:
     """How many processes there are along each axis of a mesh.
 
     Raises:
-        ConfigError: a size is no integer of at least 1.
+        ConfigError: a size is no integer of at least 1, or sequences are cut in two ways.
     """
 
     replicate: int = 1
@@ -34,7 +39,9 @@ class MeshSizes:
     shard: int | None = None
     """Parts of the weights, each process with batches of its own; None: what the other sizes leave."""
     context: int = 1
-    """Parts of each sequence."""
+    """Parts of each sequence; attention sends keys and values around."""
+    sequence: int = 1
+    """Parts of each sequence; attention exchanges heads."""
     tensor: int = 1
     """Parts of the layers, of which a plan says how they are cut."""
 
@@ -42,6 +49,16 @@ class MeshSizes:
         for name, size in self.by_name().items():
             if size is not None:
                 check_integer(f"mesh.{name}", size, 1, "It counts processes.")
+        if self.context > 1 and self.sequence > 1:
+            raise ConfigError(
+                f"mesh.context={self.context} and mesh.sequence={self.sequence} both cut sequences. Leave one of them "
+                "out; sequence runs everywhere, context on accelerators."
+            )
+
+    @property
+    def parts_of_sequences(self) -> int:
+        """Into how many parts each sequence is cut, in either way."""
+        return self.context * self.sequence
 
     def by_name(self) -> dict[str, int | None]:
         """The sizes by the names that options have for them."""
@@ -53,7 +70,7 @@ class MeshSizes:
         Raises:
             ConfigError: they don't multiply to the number of processes.
         """
-        others = self.replicate * self.context * self.tensor
+        others = self.replicate * self.parts_of_sequences * self.tensor
         sizes = replace(self, shard=num_processes // others or 1) if self.shard is None else self
         total = others * (sizes.shard or 1)
         if total == num_processes:
@@ -73,7 +90,7 @@ class MeshSizes:
             ConfigError: the sizes don't multiply to the number of processes.
         """
         sizes = self.filled(num_processes)
-        peers = sizes.context * sizes.tensor
+        peers = sizes.parts_of_sequences * sizes.tensor
         return DataShare(
             num_processes=num_processes // peers,
             process_index=process_index // peers,
@@ -101,6 +118,7 @@ def build_mesh(
         REPLICATE: sizes.replicate,
         SHARD: sizes.shard or 1,
         CONTEXT: sizes.context,
+        SEQUENCE: sizes.sequence,
         TENSOR: sizes.tensor,
     }
     axes = {name: size for name, size in named.items() if size > 1 or name in always}
@@ -130,8 +148,9 @@ def spreading_axes(mesh: DeviceMesh) -> DeviceMesh:
     from torch.distributed.device_mesh import DeviceMesh
 
     names = mesh.mesh_dim_names or ()
-    if CONTEXT not in names:
+    spread = tuple(axis for axis in JOINTS["dp_shard_cp"] if axis in names)
+    if len(spread) == 1:
         return mesh[(REPLICATE, SHARD)] if REPLICATE in names else mesh[SHARD]
     # Not by the joint's name: torch is to stop finding it so.
-    joint = mesh[JOINTS["dp_shard_cp"]]._flatten("dp_shard_cp")
+    joint = mesh[spread]._flatten("dp_shard_cp")
     return DeviceMesh._concatenate([mesh[REPLICATE], joint]) if REPLICATE in names else joint

@@ -6,9 +6,9 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .environment import read_parallelism
-from .errors import ConfigError, check_integer, suggest
-from .meshes import CONTEXT, REPLICATE, SHARD, TENSOR, MeshSizes, build_mesh
+from .environment import read_parallelism, str_to_bool
+from .errors import ConfigError, check_boolean, check_integer, suggest
+from .meshes import CONTEXT, JOINTS, REPLICATE, SEQUENCE, SHARD, TENSOR, MeshSizes, build_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -51,6 +51,42 @@ class TorchContextParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeepSpeedSequenceParallelConfig:
+    """Accelerate's settings of sequence parallelism.
+
+    Raises:
+        ConfigError: an option can't be used.
+    """
+
+    sp_seq_length: int | None = None
+    """The length of whole sequences, where they all have the same. None: by the environment."""
+    sp_seq_length_is_variable: bool | None = None
+    """Whether sequences have the length they come with; where not, other lengths than `sp_seq_length` are an error.
+    None: by the environment, else True."""
+    sp_attn_implementation: str | None = None
+    """`"sdpa"`: attention is torch's `scaled_dot_product_attention`. None: the same."""
+
+    def __post_init__(self) -> None:
+        kernel = self.sp_attn_implementation or _read_text("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION")
+        if kernel not in (None, "sdpa"):
+            raise ConfigError(
+                f"sp_attn_implementation={kernel!r}: heads are exchanged around torch's scaled_dot_product_attention "
+                "alone, which chooses among kernels itself. Leave it out, or give 'sdpa'."
+            )
+        object.__setattr__(self, "sp_attn_implementation", kernel)
+        name = "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE"
+        if self.sp_seq_length_is_variable is None:
+            object.__setattr__(self, "sp_seq_length_is_variable", _read_claim(name, default=True))
+        check_boolean("sp_seq_length_is_variable", self.sp_seq_length_is_variable)
+        if self.sp_seq_length is None:
+            object.__setattr__(self, "sp_seq_length", _read_number("PARALLELISM_CONFIG_SP_SEQ_LENGTH"))
+        if self.sp_seq_length is not None:
+            check_integer("sp_seq_length", self.sp_seq_length, 1, "It counts positions.")
+        elif not self.sp_seq_length_is_variable:
+            raise ConfigError("sp_seq_length_is_variable=False needs the length. Give sp_seq_length=...")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelismConfig:
     """How processes share the work, for `Accelerator(parallelism_config=...)`; the names are Accelerate's.
 
@@ -71,15 +107,15 @@ class ParallelismConfig:
     cp_backend: str | None = None
     """`"torch"`."""
     sp_size: int | None = None
-    """Parts of each sequence by DeepSpeed's Ulysses; not available above 1."""
+    """Parts of each sequence, between which attention exchanges heads: Ulysses, sequence parallelism."""
     sp_backend: str | None = None
-    """`"deepspeed"`."""
+    """`"deepspeed"`, as Accelerate has it; heads are exchanged by torch, and DeepSpeed is not needed."""
     tp_handler: TorchTensorParallelConfig | None = None
     """Settings of tensor parallelism."""
     cp_handler: TorchContextParallelConfig | None = None
     """Settings of context parallelism."""
-    sp_handler: Any = None
-    """Settings of Ulysses, which is not available."""
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    """Settings of sequence parallelism."""
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -94,18 +130,10 @@ class ParallelismConfig:
 
     @property
     def sizes(self) -> MeshSizes:
-        """The same sizes as a strategy takes them.
-
-        Raises:
-            ConfigError: one is for what is not available.
-        """
-        if self.sp_enabled:
-            raise ConfigError(
-                f"sp_size={self.sp_size}: sequence parallelism by DeepSpeed's Ulysses is not available. Use cp_size."
-            )
+        """The same sizes as a strategy takes them."""
         return MeshSizes(
             replicate=self._size("dp_replicate"), shard=self._size("dp_shard"), context=self._size("cp"),
-            tensor=self._size("tp"),
+            sequence=self._size("sp"), tensor=self._size("tp"),
         )  # fmt: skip
 
     @property
@@ -140,12 +168,12 @@ class ParallelismConfig:
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether there are several parts of each sequence."""
+        """Whether there are several parts of each sequence, by torch."""
         return self._size("cp") > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether there are several parts of each sequence by Ulysses."""
+        """Whether there are several parts of each sequence, between which heads are exchanged."""
         return self._size("sp") > 1
 
     @property
@@ -156,17 +184,17 @@ class ParallelismConfig:
     @property
     def non_dp_dim_names(self) -> list[str]:
         """The axes along which batches are the same."""
-        return self._enabled(TENSOR, CONTEXT, "sp")
+        return self._enabled(TENSOR, CONTEXT, SEQUENCE)
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
         """The axes over which weights are spread, taken together."""
-        return self._enabled(SHARD, CONTEXT)
+        return self._enabled(*JOINTS["dp_shard_cp"])
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
         """The axes over which losses are averaged."""
-        return self._enabled(REPLICATE, SHARD, CONTEXT)
+        return self._enabled(*JOINTS["dp_cp"])
 
     @property
     def fsdp_dim_names(self) -> list[str]:
@@ -179,11 +207,7 @@ class ParallelismConfig:
         return self.dp_dim_names + self.non_dp_dim_names
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """The mesh of all processes, with its joints; None where all sizes are 1. Collective.
-
-        Raises:
-            ConfigError: a size is for what is not available.
-        """
+        """The mesh of all processes, with its joints; None where all sizes are 1. Collective."""
         return build_mesh(self.sizes, device_type, joins=True)
 
     def _size(self, axis: str) -> int:
@@ -206,13 +230,17 @@ class ParallelismConfig:
             )
 
     def _fill_handlers(self) -> None:
-        kinds = {"tp": TorchTensorParallelConfig, "cp": TorchContextParallelConfig}
-        for axis in ("tp", "cp", "sp"):
-            handler, kind = getattr(self, f"{axis}_handler"), kinds.get(axis)
+        kinds: dict[str, type[Any]] = {
+            TENSOR: TorchTensorParallelConfig,
+            CONTEXT: TorchContextParallelConfig,
+            SEQUENCE: DeepSpeedSequenceParallelConfig,
+        }
+        for axis, kind in kinds.items():
+            handler = getattr(self, f"{axis}_handler")
             if handler is None:
-                if kind is not None and self._size(axis) > 1:
+                if self._size(axis) > 1:
                     object.__setattr__(self, f"{axis}_handler", kind())
-            elif kind is not None and not isinstance(handler, kind):
+            elif not isinstance(handler, kind):
                 raise ConfigError(f"ParallelismConfig({axis}_handler={handler!r:.80}). Expected {kind.__name__}(...).")
             elif self._size(axis) == 1:
                 warnings.warn(f"{axis}_handler has no effect, since {axis}_size is 1.", stacklevel=4)
@@ -220,12 +248,25 @@ class ParallelismConfig:
 
 def _read_size(name: str, given: int | None) -> int:
     if given is None:
-        variable = f"PARALLELISM_CONFIG_{name.upper()}"
-        text = read_parallelism(variable)
-        if text is None:
-            return 1
-        if not text.isdecimal():
-            raise ConfigError(f"{variable}={text!r} is not an integer. Set a whole number, or unset it.")
-        given = int(text)
+        given = _read_number(f"PARALLELISM_CONFIG_{name.upper()}") or 1
     check_integer(f"ParallelismConfig({name})", given, 1, "It counts processes.")
     return given
+
+
+def _read_number(variable: str) -> int | None:
+    text = _read_text(variable)
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise ConfigError(f"{variable}={text!r} is not an integer. Set a whole number, or unset it.")
+    return int(text)
+
+
+def _read_claim(variable: str, *, default: bool) -> bool:
+    text = _read_text(variable)
+    return default if text is None else bool(str_to_bool(text))
+
+
+def _read_text(variable: str) -> str | None:
+    text = read_parallelism(variable)
+    return None if text == "None" else text  # Accelerate's launcher writes it for nothing

@@ -45,7 +45,12 @@ from .distributed.operations import (
     reduce,
     wait_for_everyone,
 )
-from .distributed.parallelism import ParallelismConfig, TorchContextParallelConfig, TorchTensorParallelConfig
+from .distributed.parallelism import (
+    DeepSpeedSequenceParallelConfig,
+    ParallelismConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
 from .distributed.process import PartialState
 from .distributed.progress import tqdm
 from .distributed.random import set_seed, synchronize_rng_state, synchronize_rng_states
@@ -74,6 +79,7 @@ __all__ = [
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
+    "DeepSpeedSequenceParallelConfig",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "DummyOptim",

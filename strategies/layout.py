@@ -10,8 +10,10 @@ from torch import nn
 
 from ..checkpoint.sharded import is_sharded
 from ..distributed.errors import ConfigError
-from ..distributed.meshes import CONTEXT, SHARD, TENSOR, MeshSizes, build_mesh, spreading_axes
-from .context_parallel import Sequences
+from ..distributed.meshes import CONTEXT, SEQUENCE, SHARD, TENSOR, MeshSizes, build_mesh, spreading_axes
+from .context_parallel import RingAttention
+from .sequences import Sequences
+from .ulysses import ExchangedHeads
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,15 +35,16 @@ class Layout:
         self.is_given = sizes is not None
         """Whether somebody has chosen its sizes."""
         self.sizes = (sizes or MeshSizes()).filled(dist.get_world_size())
-        if self.sizes.context > 1 and device.type == "cpu":
+        size = self.sizes.context
+        if size > 1 and device.type == "cpu":
             raise ConfigError(
-                f"a mesh of context {self.sizes.context} on the CPU: torch cuts attention over sequences on "
-                "accelerators alone. Leave context out of the mesh (cp_size=1), or run on devices that have it."
+                f"a mesh of context {size} on the CPU: torch cuts attention over sequences on accelerators alone. Use "
+                f"mesh={{'sequence': {size}}} (sp_size={size}), which exchanges heads and runs everywhere."
             )
         mesh = build_mesh(self.sizes, device.type, always=(SHARD,), joins=self.is_given)
         assert mesh is not None
         self.mesh = mesh
-        self.sequences = Sequences(mesh[CONTEXT]) if self.sizes.context > 1 else None
+        self.sequences = self._find_sequences()
         """The contexts of steps on parts of sequences, None where there is no axis for them."""
 
     @property
@@ -53,6 +56,11 @@ class Layout:
     def tensor(self) -> DeviceMesh | None:
         """The axis over which layers are cut, None where there is none."""
         return self.mesh[TENSOR] if self.sizes.tensor > 1 else None
+
+    def _find_sequences(self) -> Sequences | None:
+        if self.sizes.context > 1:
+            return RingAttention(self.mesh[CONTEXT])
+        return ExchangedHeads(self.mesh[SEQUENCE]) if self.sizes.sequence > 1 else None
 
     def check_cut(self, model: nn.Module) -> bool:
         """Whether the user has cut layers of the model already. Local.

@@ -42,7 +42,7 @@ def memory_of(options: ShardedOptions, mesh: MeshSizes | None, surroundings: Sur
     given = _given(options)
     if surroundings.num_processes == 1:
         return WholeMemory("fsdp", given, recomputes=options.wrap if options.activation_checkpointing else NONE)
-    if mesh is not None and mesh.tensor * mesh.context > 1:
+    if mesh is not None and mesh.tensor * mesh.parts_of_sequences > 1:
         return None
     return ShardedMemory(
         surroundings,

@@ -66,6 +66,8 @@ def make_sharded(
     entry = model if method == "forward" else Entry(model, method or "forward")
     owned = owned_parameters(entry, {*units}, ignored)
     plan = _find_plan(model, options, layout, units, ignored)
+    if layout.sequences is not None:
+        prepare_attention(model, layout.sequences)
     if options.compute_format(precision.compute_format) is not None:
         as_full_precision(owned)
     check_formats(owned)
@@ -79,8 +81,6 @@ def make_sharded(
     shard([*units, entry], owned, process.device, arguments, cuts)
     if layout.tensor is not None:
         cut_inputs(plan, {module for holders in owned.values() for module, _ in holders}, layout.tensor)
-    if layout.sizes.context > 1:
-        prepare_attention(model)
     _order(entry, units, options)
     if options.compute_format(precision.compute_format) is not None:
         entry.register_forward_hook(partial(learn_formats, groups_of(entry)))

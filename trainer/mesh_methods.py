@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..distributed.environment import read_flag
-from ..distributed.errors import ConfigError
-from ..distributed.meshes import CONTEXT, REPLICATE, SHARD, TENSOR
+from ..distributed.errors import ConfigError, DataError
+from ..distributed.meshes import CONTEXT, REPLICATE, SEQUENCE, SHARD, TENSOR
 from ..distributed.parallelism import ParallelismConfig
 from ..distributed.process import ProcessMethods, ProcessState
 from ..strategies.context_parallel import choose_rotation
@@ -57,12 +57,13 @@ def lay_out(strategy: Strategy, config: ParallelismConfig | None) -> Parallelism
         dp_shard_size=sizes.shard,
         tp_size=sizes.tensor,
         cp_size=sizes.context,
+        sp_size=sizes.sequence,
     )
 
 
 def strategy_of(spec: StrategyLike, config: ParallelismConfig | None) -> StrategyLike:
     """The strategy that `"auto"` means where a mesh has more than copies."""
-    has_parts = config is not None and (config.dp_shard_enabled or config.tp_enabled or config.cp_enabled)
+    has_parts = config is not None and config.total_size > (config.dp_replicate_size or 1)
     return FSDP if has_parts and spec == AUTO else spec
 
 
@@ -92,7 +93,7 @@ class MeshMethods(ProcessMethods):
     @property
     def context_parallel_rank(self) -> int:
         """Which part of each sequence this process has. Collective as `torch_device_mesh` is."""
-        return self._rank(CONTEXT)
+        return self._rank(CONTEXT) or self._rank(SEQUENCE)  # there is one of them at most
 
     @property
     def data_parallel_rank(self) -> int:
@@ -119,16 +120,17 @@ class MeshMethods(ProcessMethods):
         """A context of one step in which each process has its part of the sequences, where the mesh has an axis for
         that; elsewhere it has no effect, and says so once. Collective.
 
-        Attention in it has to be torch's `F.scaled_dot_product_attention`, causal and without a mask. Labels are
-        shifted before.
+        Attention in it has to be torch's `F.scaled_dot_product_attention`; with `cp_size` causal and without a mask,
+        with `sp_size` a mask is one of whole sequences. Labels are shifted before.
 
         Args:
             buffers: inputs, targets, positions, which share no memory: cut in place, and put back afterwards.
             buffer_seq_dims: of each of them that of the sequence.
             no_restore_buffers: those that stay cut, such as what a backward behind the context needs.
         Raises:
-            ConfigError: there are not as many dimensions as buffers, or buffers can't be cut in place.
-            DataError: sequences can't be cut into equal parts.
+            ConfigError: there are not as many dimensions as buffers, buffers can't be cut in place, or attention can't
+                be computed so.
+            DataError: sequences can't be cut into equal parts, or are not of the length that `sp_handler` has.
         """
         buffers, dims = buffers or [], buffer_seq_dims or []
         if len(buffers) != len(dims):
@@ -140,14 +142,14 @@ class MeshMethods(ProcessMethods):
             if not self._warned_of_context:
                 self._warned_of_context = True
                 warnings.warn(
-                    "maybe_context_parallel has no effect: sequences are cut with ParallelismConfig(cp_size=...) above "
-                    "1.",
+                    "maybe_context_parallel has no effect: sequences are cut with ParallelismConfig(sp_size=...) or "
+                    "cp_size above 1.",
                     stacklevel=4,
                 )
             yield
             return
-        if self.parallelism_config is not None and self.parallelism_config.cp_handler is not None:
-            choose_rotation(str(self.parallelism_config.cp_handler.cp_comm_strategy))
+        if self.parallelism_config is not None:
+            _apply_handlers(self.parallelism_config, [each.shape[dim] for each, dim in zip(buffers, dims, strict=True)])
         with context:
             yield
 
@@ -163,3 +165,17 @@ class MeshMethods(ProcessMethods):
         if self.parallelism_config is None and self.use_distributed:
             raise ConfigError(f"there is no mesh, and so no axis {axis}. Give parallelism_config=ParallelismConfig().")
         return 0
+
+
+def _apply_handlers(config: ParallelismConfig, lengths: Sequence[int]) -> None:
+    """Do what the settings of sequences in parts say, before ones of such lengths are cut."""
+    if config.cp_handler is not None:
+        choose_rotation(str(config.cp_handler.cp_comm_strategy))
+    handler = config.sp_handler
+    if handler is None or handler.sp_seq_length_is_variable:
+        return
+    if others := [length for length in lengths if length != handler.sp_seq_length]:
+        raise DataError(
+            f"maybe_context_parallel got sequences of {others[0]}, and sp_handler has sp_seq_length="
+            f"{handler.sp_seq_length}. Pad them to that, or leave out sp_seq_length_is_variable=False."
+        )

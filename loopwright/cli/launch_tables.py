@@ -165,9 +165,9 @@ MESH: Mapping[str, Option] = {
     "parallelism_config_cp_size": _number(f"{_MESH}CP_SIZE", "processes with a part of each sequence, by torch"),
     "parallelism_config_cp_backend": _text(f"{_MESH}CP_BACKEND", "who does that", ("torch",)),
     "parallelism_config_cp_comm_strategy": _text(f"{_MESH}CP_COMM_STRATEGY", "how", ROTATIONS),
-    "parallelism_config_sp_size": _number(f"{_MESH}SP_SIZE", "processes with a part of each sequence, by DeepSpeed"),
+    "parallelism_config_sp_size": _number(f"{_MESH}SP_SIZE", "processes with a part of each sequence, by heads"),
     "parallelism_config_sp_backend": _text(f"{_MESH}SP_BACKEND", "who does that", ("deepspeed",)),
-    "parallelism_config_sp_seq_length": _number(f"{_MESH}SP_SEQ_LENGTH", "the length of sequences"),
+    "parallelism_config_sp_seq_length": _number(f"{_MESH}SP_SEQ_LENGTH", "the length of whole sequences"),
     "parallelism_config_sp_seq_length_is_variable": _claim(f"{_MESH}SP_SEQ_LENGTH_IS_VARIABLE", "whether it varies"),
     "parallelism_config_sp_attn_implementation": _text(f"{_MESH}SP_ATTN_IMPLEMENTATION", "transformers' word"),
 }

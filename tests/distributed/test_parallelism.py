@@ -11,6 +11,7 @@ import pytest
 from loopwright.distributed.errors import ConfigError
 from loopwright.distributed.meshes import MeshSizes, build_mesh, spreading_axes
 from loopwright.distributed.parallelism import (
+    DeepSpeedSequenceParallelConfig,
     ParallelismConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
@@ -54,6 +55,7 @@ def test_nothing_asked_for() -> None:
         ({"cp_backend": "x"}, "cp_backend='x'.* is unknown. Accepted: torch"),
         ({"sp_backend": "x"}, "sp_backend='x'.* is unknown. Accepted: deepspeed"),
         ({"tp_size": 2, "tp_handler": 3}, r"tp_handler=3\). Expected TorchTensorParallelConfig"),
+        ({"sp_size": 2, "sp_handler": 3}, r"sp_handler=3\). Expected DeepSpeedSequenceParallelConfig"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], text: str) -> None:
@@ -61,9 +63,29 @@ def test_what_is_refused(options: dict[str, Any], text: str) -> None:
         ParallelismConfig(**options)
 
 
+def test_parts_of_sequences_by_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ParallelismConfig(dp_shard_size=2, sp_size=4)
+    assert config.sizes == MeshSizes(shard=2, sequence=4)
+    assert config.dp_shard_cp_dim_names == config.dp_cp_dim_names == ["dp_shard", "sp"]
+    assert (config.active_mesh_dims, config.total_size, config.non_data_parallel_size) == (["dp_shard", "sp"], 8, 4)
+    assert config.sp_handler == DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True)
+    assert (config.sp_backend, config.sp_enabled, config.cp_enabled) == ("deepspeed", True, False)
+    # What Accelerate's launcher writes.
+    for name, text in {"SEQ_LENGTH": "64", "SEQ_LENGTH_IS_VARIABLE": "False", "ATTN_IMPLEMENTATION": "None"}.items():
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_SP_{name}", text)
+    handler = ParallelismConfig(sp_size=2).sp_handler
+    assert handler == DeepSpeedSequenceParallelConfig(sp_seq_length=64, sp_seq_length_is_variable=False)
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "None")
+    with pytest.raises(ConfigError, match=r"sp_seq_length_is_variable=False needs the length. Give sp_seq_length"):
+        ParallelismConfig(sp_size=2)
+    for kernel in ("flash_attention_2", "eager"):
+        with pytest.raises(ConfigError, match=f"sp_attn_implementation='{kernel}': heads are exchanged around torch's"):
+            DeepSpeedSequenceParallelConfig(sp_attn_implementation=kernel)
+    with pytest.raises(ConfigError, match=r"sp_seq_length=0. Expected an integer >= 1"):
+        DeepSpeedSequenceParallelConfig(sp_seq_length=0)
+
+
 def test_what_is_not_available() -> None:
-    with pytest.raises(ConfigError, match="sp_size=2: sequence parallelism by DeepSpeed's Ulysses is not available"):
-        _ = ParallelismConfig(sp_size=2).sizes
     with pytest.raises(ConfigError, match=r"cp_comm_strategy='ring' is unknown. Accepted: allgather, alltoall"):
         TorchContextParallelConfig(cp_comm_strategy="ring")
     with pytest.warns(UserWarning, match="enable_async_tp=True has no effect"):
@@ -93,12 +115,15 @@ def test_sizes_that_are_left_open_take_the_rest() -> None:
         MeshSizes(replicate=2, shard=3).filled(4)
     with pytest.raises(ConfigError, match=r"mesh.context=0. Expected an integer >= 1"):
         MeshSizes(context=0)
+    with pytest.raises(ConfigError, match=r"mesh.context=2 and mesh.sequence=2 both cut sequences. Leave one of them"):
+        MeshSizes(context=2, sequence=2)
 
 
 def test_shares_of_the_data() -> None:
     # Of 12 processes: 2 copies of 1 part, each of 3 parts of sequences by 2 parts of layers.
-    sizes = MeshSizes(replicate=2, context=3, tensor=2)
+    sizes = MeshSizes(replicate=2, sequence=3, tensor=2)
     shares = [sizes.share(index, 12) for index in range(12)]
+    assert shares == [MeshSizes(replicate=2, context=3, tensor=2).share(index, 12) for index in range(12)]
     assert [share.process_index for share in shares] == [0] * 6 + [1] * 6
     assert [share.peer for share in shares] == [0, 1, 2, 3, 4, 5] * 2
     share = shares[7]
@@ -107,18 +132,23 @@ def test_shares_of_the_data() -> None:
     assert share.by_losses(range(12)) == range(0, 12, 2)
 
 
+_SEQUENCES = [MeshSizes(shard=1, context=2), MeshSizes(shard=1, sequence=2)]
+
+
 def _axes() -> list[Any]:
     config = ParallelismConfig(tp_size=2)
     mesh = config.build_device_mesh("cpu")
     copies = ParallelismConfig(dp_replicate_size=2).build_device_mesh("cpu")
-    sequences = build_mesh(MeshSizes(shard=1, context=2), "cpu", always=("dp_shard",))
-    assert mesh is not None and copies is not None and sequences is not None
-    spread = spreading_axes(sequences)
+    sequences = [build_mesh(sizes, "cpu", always=("dp_shard",)) for sizes in _SEQUENCES]
+    assert mesh is not None and copies is not None
+    spread = [spreading_axes(each) for each in sequences if each is not None]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's: it is to stop finding joints by their names
         joints = copies["dp"].size(), copies["dp_cp"].size()
-    return [mesh.mesh_dim_names, mesh.shape, copies.mesh_dim_names, joints, spread.mesh_dim_names, spread.size()]
+    found = [(each.mesh_dim_names, each.size()) for each in spread]
+    return [mesh.mesh_dim_names, mesh.shape, copies.mesh_dim_names, joints, found]
 
 
 def test_a_mesh_has_the_axes_along_which_there_are_several(two_processes: Run) -> None:
-    assert two_processes(_axes) == [[("tp",), (2,), ("dp_replicate",), (2, 2), ("dp_shard_cp",), 2]] * 2
+    spread = [(("dp_shard_cp",), 2)] * 2
+    assert two_processes(_axes) == [[("tp",), (2,), ("dp_replicate",), (2, 2), spread]] * 2

@@ -1,8 +1,12 @@
-"""Trains three steps with parts of the sequences on each of two devices, and compares the losses with whole ones."""
+"""Trains three steps with parts of the sequences on each of two devices, and compares the losses with whole ones.
+
+Its argument is the axis: `cp_size` or `sp_size`.
+"""
 
 from __future__ import annotations
 
 import copy
+import sys
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +38,7 @@ class Attends(nn.Module):
 
 def main() -> None:
     """Run on two devices."""
-    accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=2))
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(**{sys.argv[1]: 2}))
     torch.manual_seed(0)
     model = Attends().to(accelerator.device)
     whole = copy.deepcopy(model)

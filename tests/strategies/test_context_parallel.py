@@ -16,7 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from loopwright.distributed.errors import ConfigError, DataError
-from loopwright.strategies.context_parallel import Sequences, prepare_attention
+from loopwright.strategies.context_parallel import RingAttention, prepare_attention
+
+
+def inside(is_inside: bool = True) -> Any:
+    return SimpleNamespace(word="context", size_word="cp_size", is_inside=is_inside)
 
 
 class Attention(nn.Module):
@@ -35,28 +39,33 @@ class Model(nn.Module):
 
 def test_attention_goes_without_its_mask() -> None:
     model = Model(layer_types=["full_attention", "full_attention"])
-    prepare_attention(model)
+    sequences = inside(False)
+    prepare_attention(model, sequences)
+    assert model.self_attn(1, attention_mask="mask") == (1, "mask", False)
+    sequences.is_inside = True
     assert model.self_attn(1, attention_mask="mask") == (1, None, True)
     assert model.self_attn(1) == (1, None, False)
     assert model.other(1, attention_mask="mask") == (1, "mask", False)
+    model.self_attn.is_causal = False  # type: ignore[assignment]
+    assert model.self_attn(1, attention_mask="mask") == (1, "mask", False)
 
 
 @pytest.mark.parametrize("options", [{"layer_types": ["sliding_attention"]}, {"sliding_window": 4}])
 def test_narrow_attention_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="Model has attention of kind sliding_attention, and context parallelism"):
-        prepare_attention(Model(**options))
+    with pytest.raises(ConfigError, match="Model has attention of kind sliding_attention, and on parts of sequences"):
+        prepare_attention(Model(**options), inside())
 
 
 @pytest.mark.parametrize("name", ["eager", "flash_attention_2"])
 def test_attention_by_other_code_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"Model computes attention by {name}, which would see this process's part"):
-        prepare_attention(Model(_attn_implementation=name))
-    prepare_attention(Model(_attn_implementation="sdpa"))
+        prepare_attention(Model(_attn_implementation=name), inside())
+    prepare_attention(Model(_attn_implementation="sdpa"), inside())
 
 
 def _contexts() -> Any:
     """Where torch's attention is another one, of forward passes and their backward; and what buffers hold inside."""
-    sequences = Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    sequences = RingAttention(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
     own, seen = F.scaled_dot_product_attention, []
     weight = torch.ones(8, requires_grad=True)
     weight.register_hook(lambda gradient: seen.append(F.scaled_dot_product_attention is not own))
@@ -91,7 +100,7 @@ def test_backward_is_over_all_parts_behind_the_step_too(two_processes: Callable[
 
 
 def test_buffers_that_would_be_cut_wrong() -> None:
-    sequences = Sequences(SimpleNamespace(size=lambda: 2))  # type: ignore[arg-type]
+    sequences = RingAttention(SimpleNamespace(size=lambda: 2))  # type: ignore[arg-type]
     words, places = torch.zeros(2, 9), torch.arange(8)
     cases: list[tuple[Any, Any, Any, str]] = [
         ([], [], [], "got no buffers. Give the step's inputs, targets and positions"),
@@ -108,8 +117,9 @@ def test_buffers_that_would_be_cut_wrong() -> None:
 
 
 @pytest.mark.gpu(count=2)
-def test_losses_of_whole_sequences() -> None:
+@pytest.mark.parametrize("axis", ["cp_size", "sp_size"])
+def test_losses_of_whole_sequences(axis: str) -> None:
     script = Path(__file__).with_name("context_script.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), axis]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr

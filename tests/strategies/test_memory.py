@@ -184,6 +184,7 @@ class TestSharded:
 
     def test_layers_that_are_cut_are_not_told(self) -> None:
         assert FSDPStrategy(mesh={"tensor": 2}, tensor_plan={"first": "colwise"}).memory(Surroundings(2)) is None
+        assert FSDPStrategy(mesh={"sequence": 2}).memory(Surroundings(2)) is None
 
     def test_shapes(self) -> None:
         assert [part_of(shape, 3) for shape in ((7, 2), (2, 5), (1,), ())] == [(3, 2), (1, 5), (1,), (1,)]

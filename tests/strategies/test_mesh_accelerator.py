@@ -138,7 +138,7 @@ def _texts() -> list[str]:
         {"parallelism_config": ParallelismConfig(tp_size=4)},
         {"parallelism_config": ParallelismConfig(tp_size=2), "strategy": "ddp"},
         {"parallelism_config": ParallelismConfig(tp_size=2), "strategy": {"name": "fsdp", "mesh": [2, 1]}},
-        {"parallelism_config": ParallelismConfig(sp_size=2)},
+        {"parallelism_config": ParallelismConfig(sp_size=2), "strategy": "ddp"},
         {"parallelism_config": {"tp_size": 2}},
     ]
     found = []
@@ -153,8 +153,8 @@ def test_what_is_refused(two_processes: Run) -> None:
     wanted = [
         "a mesh of tensor 4 needs 4 processes, and there are 2",
         "DDPStrategy has no mesh of copies, parts and layers, and one was given. Use strategy='fsdp'",
-        "FSDPStrategy(mesh=MeshSizes(replicate=2, shard=1, context=1, tensor=1)), and the run is given MeshSizes(",
-        "sp_size=2: sequence parallelism by DeepSpeed's Ulysses is not available",
+        "FSDPStrategy(mesh=MeshSizes(replicate=2, shard=1, context=1, sequence=1, tensor=1)), and the run is given M",
+        "DDPStrategy has no mesh of copies, parts and layers, and one was given. Use strategy='fsdp'",
         "parallelism_config={'tp_size': 2}. Expected ParallelismConfig(...), or None.",
     ]
     for texts in two_processes(_texts):

@@ -304,7 +304,7 @@ def test_what_is_refused(two_processes: Run) -> None:
         "tensor_plan was given for Words, but no mesh was",
         "Words has no plan of its own (tp_plan), and none was given",
         "a mesh of tensor 3 needs a multiple of 3 processes, and there are 2",
-        "a mesh of context 2 on the CPU: torch cuts attention over sequences on accelerators alone",
+        "a mesh of context 2 on the CPU: torch cuts attention over sequences on accelerators alone. Use mesh={'sequ",
     ]
     for texts in two_processes(_texts):
         for text, begin in zip(texts, wanted, strict=True):
