@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, final
 
@@ -21,6 +21,7 @@ from ..distributed.shares import DataShare
 from . import pipeline_state, sharded_state
 from .averaging import broadcast_tensors
 from .buffers import load_buffers, saved_buffers
+from .context_parallel import prepare_attention
 from .optimizer import move_optimizer_state
 from .optimizer_limits import check_steps_parts, step_apart
 from .outcome import StepOutcome
@@ -36,6 +37,7 @@ from .strategy import Strategy
 from .suitability import check_alike, check_replicable, check_trained, check_whole
 from .tensor_agreement import Agreement
 from .tensor_parallel import Plan, PlanLike, check_divides, find_plan, read_plan
+from .ulysses import ExchangedHeads
 
 _ROUNDING = 1e-6
 """How far two weights of losses may be apart that are meant to be equal."""
@@ -57,6 +59,8 @@ class PipelineStrategy(Strategy):
         shards: pipelines that a copy is spread over, each with batches of its own: at each place the layers' weights,
             their gradients and the optimizer's state are kept in so many parts, as FSDP keeps them. A process gathers
             the weights of its layers for a batch, and frees them behind it.
+        sequence: pipelines that have parts of the same sequences, with losses of their own; a copy's weights are spread
+            over them as well. A step is inside of `accelerator.maybe_context_parallel`, as with FSDP.
         tensor: over how many processes at each place layers are cut, which get the same batches.
         tensor_plan: how they are cut, as `FSDPStrategy` takes it; None: the model's own plan.
         microbatches: into how many equal parts a batch is cut; one of an odd size into more. None: as many as there are
@@ -75,6 +79,7 @@ class PipelineStrategy(Strategy):
         schedule: str = "1f1b",
         copies: int = 1,
         shards: int = 1,
+        sequence: int = 1,
         tensor: int = 1,
         tensor_plan: PlanLike = None,
         microbatches: int | None = None,
@@ -86,6 +91,7 @@ class PipelineStrategy(Strategy):
         kind = SCHEDULES[schedule]
         check_integer("PipelineStrategy(copies)", copies, 1, "It counts copies of the model.")
         check_integer("PipelineStrategy(shards)", shards, 1, "It counts parts of the weights of a copy.")
+        check_integer("PipelineStrategy(sequence)", sequence, 1, "It counts parts of each sequence.")
         check_integer("PipelineStrategy(tensor)", tensor, 1, "It counts parts of layers.")
         if tensor_plan is not None and tensor == 1:
             raise ConfigError("PipelineStrategy(tensor_plan=...) without tensor, which says how many parts there are.")
@@ -105,6 +111,7 @@ class PipelineStrategy(Strategy):
         self.schedule = schedule
         self.copies = copies
         self.shards = shards
+        self.sequence = sequence
         self.tensor = tensor
         self.tensor_plan = read_plan("PipelineStrategy(tensor_plan)", tensor_plan)
         self.microbatches = microbatches
@@ -113,6 +120,7 @@ class PipelineStrategy(Strategy):
         self._pipelines: list[Pipeline] = []
         self._groups: PipelineGroups | None = None
         self._agreement: Agreement | None = None
+        self._sequences: ExchangedHeads | None = None
         self._pending: Tensor | None = None
         """A loss whose gradients were added, and from which backward was not called yet."""
         self._weight = 1.0
@@ -130,22 +138,29 @@ class PipelineStrategy(Strategy):
             ConfigError: they can't be dealt to so many pipelines.
         """
         count, shares = self.process.num_processes, self.copies * self.shards
-        pipelines = shares * self.tensor
+        pipelines = shares * self.sequence * self.tensor
         if count % pipelines or (count == pipelines > 1):
-            given = f"copies={self.copies}, shards={self.shards}, tensor={self.tensor}"
+            names = ("copies", "shards", "sequence", "tensor")
+            given = ", ".join(f"{name}={size}" for name in names if (size := getattr(self, name)) > 1)
             raise ConfigError(
                 f"PipelineStrategy({given}) with {count} processes. Expected a multiple of {pipelines}, of at least "
                 "two processes for each pipeline; all layers in each process are strategy='ddp', or 'fsdp' for parts."
             )
-        return pipeline_share(self.process.process_index, count, shares)
+        return pipeline_share(self.process.process_index, count, shares, self.sequence)
 
     def use_mesh(self, sizes: MeshSizes) -> None:
-        if sizes != MeshSizes(replicate=sizes.replicate, shard=sizes.shard, tensor=sizes.tensor):
+        if sizes.context > 1:
             raise ConfigError(
-                f"strategy='pipeline' and a mesh of {sizes}: a pipeline's sequences are not cut. Leave all but "
-                "replicate (copies), shard (shards) and tensor out of the mesh, or use strategy='fsdp'."
+                f"strategy='pipeline' and a mesh of {sizes}, whose context axis it has not. Use sequence (sp_size), "
+                "which cuts sequences too."
             )
-        self.copies, self.shards, self.tensor = sizes.replicate, sizes.shard or 1, sizes.tensor
+        self.copies, self.shards = sizes.replicate, sizes.shard or 1
+        self.sequence, self.tensor = sizes.sequence, sizes.tensor
+
+    def context_parallel(
+        self, buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor]
+    ) -> AbstractContextManager[Any] | None:
+        return None if self._sequences is None else self._sequences.cut(buffers, dims, kept)
 
     def setup(
         self, model: nn.Module, optimizers: Sequence[Optimizer], method: str | None = "forward"
@@ -171,7 +186,9 @@ class PipelineStrategy(Strategy):
         """Cut a model, and deal its layers. Collective."""
         check_whole(model)
         check_held(model)
-        groups = self._groups = self._groups or PipelineGroups(self.copies, self.shards, self.tensor, self.device)
+        groups = self._groups = self._groups or self._make_groups()
+        if self._sequences is not None:
+            prepare_attention(model, self._sequences)
         num_stages = groups.size * self.stages_per_process
         turns_back = SCHEDULES[self.schedule].turns_back
         made = cut(model, groups.size, num_stages, self.split, turns_back=turns_back)
@@ -191,6 +208,13 @@ class PipelineStrategy(Strategy):
                 sharded_state.rebuild(optimizer, model, names)
         self._pipelines.append(found)
         return found
+
+    def _make_groups(self) -> PipelineGroups:
+        """The groups of all processes, and what cuts sequences over them. Collective."""
+        groups = PipelineGroups(self.copies, self.shards, self.sequence, self.tensor, self.device)
+        if groups.sequence is not None:
+            self._sequences = ExchangedHeads(groups.sequence)
+        return groups
 
     def _shards(self, made: Cut, groups: PipelineGroups) -> StageShards:
         """What spreads and cuts the layers of this process. Local.
@@ -263,7 +287,8 @@ class PipelineStrategy(Strategy):
         if not self._pipelines:
             super().backward(loss, **kwargs)
             return
-        weight = weight_of(loss, self._pending)
+        with nullcontext() if self._sequences is None else self._sequences.backward():
+            weight = weight_of(loss, self._pending)
         self._pending = None
         self._weigh(weight)
         self._close_window()
@@ -298,7 +323,7 @@ class PipelineStrategy(Strategy):
             found.shards.forget_gradients()
 
     def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
-        if self.shards * self.tensor == 1:
+        if self.shards * self.sequence * self.tensor == 1:
             super().scale_gradients(parameters, factor)
         elif gradients := local_gradients(parameters):
             torch._foreach_mul_(gradients, factor)

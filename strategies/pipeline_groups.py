@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..distributed import watch
 from ..distributed.exchange import exchange
-from ..distributed.meshes import REPLICATE, SHARD, TENSOR, spreading_axes
+from ..distributed.meshes import REPLICATE, SEQUENCE, SHARD, TENSOR, spreading_axes
 from ..distributed.shares import DataShare
 
 if TYPE_CHECKING:
@@ -20,36 +20,38 @@ _PASSES = "pipeline"
 """What the processes call it that all of them are at the same batch."""
 
 
-def pipeline_share(process_index: int, num_processes: int, num_shares: int) -> DataShare:
+def pipeline_share(process_index: int, num_processes: int, num_shares: int, sequence: int) -> DataShare:
     """Which share of the data a process gets: neighbours get the same batches, and come to the same loss. Local.
 
     Args:
         process_index: of this process.
-        num_processes: a multiple of `num_shares`.
+        num_processes: a multiple of `num_shares * sequence`.
         num_shares: of the data.
+        sequence: parts of each sequence, which have losses of their own.
     """
     size = num_processes // num_shares
     return DataShare(
         num_processes=num_shares, process_index=process_index // size, num_peers=size, peer=process_index % size,
-        num_twins=size,
+        num_twins=size // sequence,
     )  # fmt: skip
 
 
 class PipelineGroups:
     """Groups of processes: one for each pipeline, and one for each place in them. Making them is collective.
 
-    Processes are in a grid of copies x shards x places x tensor, of which the last are neighbours. A pipeline is those
-    that differ in their place alone.
+    Processes are in a grid of copies x shards x sequence x places x tensor, of which the last are neighbours. Those of
+    a pipeline differ in their place alone.
 
     Args:
         copies: of the model.
         shards: pipelines that a copy is spread over.
-        tensor: pipelines over which layers are cut; the number of processes is a multiple of the three.
+        sequence: pipelines that have parts of the same sequences; a copy is spread over them as well.
+        tensor: pipelines over which layers are cut; the number of processes is a multiple of the four.
         device: where this process computes.
     """
 
-    def __init__(self, copies: int, shards: int, tensor: int, device: torch.device) -> None:
-        grid = torch.arange(dist.get_world_size()).view(copies, shards, -1, tensor)
+    def __init__(self, copies: int, shards: int, sequence: int, tensor: int, device: torch.device) -> None:
+        grid = torch.arange(dist.get_world_size()).view(copies, shards * sequence, -1, tensor)
         self.size = grid.shape[2]
         """How many processes a pipeline has."""
         copy, shard, self.place, part = (grid == dist.get_rank()).nonzero()[0].tolist()
@@ -63,20 +65,26 @@ class PipelineGroups:
         self.peers: dist.ProcessGroup | None = None
         """Those that get the same batches; None: all."""
         self.alike: dist.ProcessGroup | None = None
-        """Those with the same place and part, which get other batches; None: this process alone."""
+        """Those with the same place and part of layers, which have losses of their own; None: this process alone."""
         self.same_place: dist.ProcessGroup | None = None
         """Those at this place, where layers are cut."""
         self.mesh: DeviceMesh | None = None
-        """Those at this place, where their weights are spread or cut: the axes of copies, of shards (in any case) and
-        of the tensor, where there are several; None: each process has them whole."""
-        if copies * shards * tensor == 1:
+        """Those at this place, where their weights are spread or cut: the axes of copies, of parts of weights (in any
+        case) and of the tensor, where there are several; None: each process has them whole."""
+        self.sequence: DeviceMesh | None = None
+        """Those that have parts of the same sequences; None: there is no such axis."""
+        if copies * shards * sequence * tensor == 1:
             return
         with watch.collective("groups of pipelines"), watch.connections_noted():
             self.pipeline = _own_group(grid.transpose(2, 3).reshape(-1, self.size), device)
             self.peers = _own_group(grid.reshape(copies * shards, -1), device)
-            self.alike = _own_group(grid.reshape(copies * shards, -1).T, device)
-            if shards * tensor > 1:
+            self.alike = _own_group(grid.flatten(0, 1).flatten(1).T, device)
+            if shards * sequence * tensor > 1:
                 self.mesh = self._mesh(grid, device)
+            if sequence > 1:
+                self.sequence = _axis(
+                    grid.view(copies * shards, sequence, -1).mT.reshape(-1, sequence), SEQUENCE, device
+                )
             if tensor > 1:
                 self.same_place = _own_group(grid.movedim(2, 0).reshape(self.size, -1), device)
 
@@ -126,6 +134,13 @@ class PipelineGroups:
             dist.all_gather(parts, own, group=self.pipeline)
         total: Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type)
         return total
+
+
+def _axis(members: Tensor, name: str, device: torch.device) -> DeviceMesh:
+    """A mesh of this process's row of ranks. Collective."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(_own_group(members, device), device.type, mesh_dim_names=(name,))
 
 
 def _own_group(members: Tensor, device: torch.device) -> dist.ProcessGroup:

@@ -1,5 +1,4 @@
-"""The weights of one place in pipelines, spread over those side by side with torch's `fully_shard`, or cut by a plan.
-"""
+"""The weights of one place in pipelines: spread by torch's `fully_shard` over those side by side, or cut by a plan."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def test_of_pipelines_side_by_side_each_has_all_averages(four_processes: Run, tm
 
 
 def _turned() -> None:
-    groups, turned = PipelineGroups(1, 1, 1, torch.device("cpu")), torch.zeros(8, 11).t()
+    groups, turned = PipelineGroups(1, 1, 1, 1, torch.device("cpu")), torch.zeros(8, 11).t()
     with pytest.raises(ConfigError, match=r"a weight of shape \(11, 8\) lies in memory with the strides \(1, 11\)"):
         part_of(turned, groups, is_here=True)
     assert local_part(part_of(turned, groups, is_here=False)).numel() == 0

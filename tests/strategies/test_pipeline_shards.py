@@ -15,8 +15,6 @@ from loopwright.callbacks.callback import NonFiniteSkip
 from loopwright.callbacks.ema import EMA
 from loopwright.checkpoint.sharded import local_part
 from loopwright.distributed.errors import ConfigError
-from loopwright.distributed.meshes import MeshSizes
-from loopwright.strategies.pipeline import PipelineStrategy
 
 from .pipelined import GPT, Counted, Records, fit, loader
 from .sharded import close
@@ -247,17 +245,9 @@ def test_what_cannot_be_spread_is_refused(four_processes: Run) -> None:
 
 
 def _too_many() -> None:
-    with pytest.raises(ConfigError, match=r"PipelineStrategy\(copies=1, shards=2, tensor=1\) with 2 process"):
+    with pytest.raises(ConfigError, match=r"PipelineStrategy\(shards=2\) with 2 processes. Expected a multiple"):
         fit(GPT(), loader(16, 8), max_steps=1, strategy=SHARDS)
 
 
 def test_shards_that_do_not_divide_the_processes(two_processes: Run) -> None:
     two_processes(_too_many)
-
-
-def test_a_mesh_says_how_many_copies_and_parts_there_are() -> None:
-    strategy = PipelineStrategy()
-    strategy.use_mesh(MeshSizes(replicate=2, shard=3, tensor=4))
-    assert (strategy.copies, strategy.shards, strategy.tensor) == (2, 3, 4)
-    with pytest.raises(ConfigError, match=r"strategy='pipeline' and a mesh of .*context=2.*are not cut"):
-        strategy.use_mesh(MeshSizes(context=2))
