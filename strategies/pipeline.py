@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..checkpoint.names import unwrapped
 from ..checkpoint.sharded import is_sharded
 from ..distributed import watch
-from ..distributed.errors import ConfigError, DistributedError, TaskError, check_integer, suggest
+from ..distributed.errors import ConfigError, check_integer
 from ..distributed.exchange import exchange
 from ..distributed.meshes import MeshSizes
 from ..distributed.shares import DataShare
@@ -26,11 +26,13 @@ from .optimizer import move_optimizer_state
 from .optimizer_limits import check_steps_parts, step_apart
 from .outcome import StepOutcome
 from .pipeline_building import check_held, check_scaled, check_served, deal
-from .pipeline_gradients import agree_on_overflow, average_over_copies, weight_of
+from .pipeline_gradients import agree_on_overflow, average_over_copies
 from .pipeline_groups import PipelineGroups, pipeline_share
 from .pipeline_layers import Cut, Loss, Pipelined, cut, renewed, whole_loss
+from .pipeline_schedules import SCHEDULES, check_schedule
 from .pipeline_shards import StageShards, check_spread
-from .pipeline_stages import SCHEDULES, Pipeline
+from .pipeline_stages import Pipeline
+from .pipeline_weighing import Weighing
 from .sharded_gradients import local_gradients
 from .sharded_norms import whole_norms
 from .strategy import Strategy
@@ -38,9 +40,6 @@ from .suitability import check_alike, check_replicable, check_trained, check_who
 from .tensor_agreement import Agreement
 from .tensor_parallel import Plan, PlanLike, check_divides, find_plan, read_plan
 from .ulysses import ExchangedHeads
-
-_ROUNDING = 1e-6
-"""How far two weights of losses may be apart that are meant to be equal."""
 
 
 @final
@@ -86,28 +85,13 @@ class PipelineStrategy(Strategy):
         stages_per_process: int | None = None,
         split: Sequence[str] = (),
     ) -> None:
-        if schedule not in SCHEDULES:
-            raise ConfigError(f"PipelineStrategy(schedule={schedule!r}) is unknown. {suggest(schedule, SCHEDULES)}")
-        kind = SCHEDULES[schedule]
+        check_schedule(schedule, microbatches, stages_per_process, split)
         check_integer("PipelineStrategy(copies)", copies, 1, "It counts copies of the model.")
         check_integer("PipelineStrategy(shards)", shards, 1, "It counts parts of the weights of a copy.")
         check_integer("PipelineStrategy(sequence)", sequence, 1, "It counts parts of each sequence.")
         check_integer("PipelineStrategy(tensor)", tensor, 1, "It counts parts of layers.")
         if tensor_plan is not None and tensor == 1:
             raise ConfigError("PipelineStrategy(tensor_plan=...) without tensor, which says how many parts there are.")
-        if microbatches is not None:
-            check_integer("PipelineStrategy(microbatches)", microbatches, 1, "Leave it out for the number of stages.")
-        if stages_per_process is not None:
-            check_integer("PipelineStrategy(stages_per_process)", stages_per_process, 1, "Leave it out.")
-            if (stages_per_process > 1) is not kind.has_several or (kind.turns_back and stages_per_process > 2):
-                fitting = [word for word, each in SCHEDULES.items() if each.has_several is not kind.has_several]
-                raise ConfigError(
-                    f"PipelineStrategy(stages_per_process={stages_per_process}) does not fit schedule='{schedule}', "
-                    f"which is for {'two' if kind.turns_back else 'several' if kind.has_several else 'one'}. "
-                    + (f"Choose one of {fitting}." if not kind.turns_back else "Leave it out.")
-                )
-        if isinstance(split, str) or not all(isinstance(name, str) for name in split):
-            raise ConfigError(f"PipelineStrategy(split={split!r:.80}). Expected a list of names of layers.")
         self.schedule = schedule
         self.copies = copies
         self.shards = shards
@@ -115,20 +99,13 @@ class PipelineStrategy(Strategy):
         self.tensor = tensor
         self.tensor_plan = read_plan("PipelineStrategy(tensor_plan)", tensor_plan)
         self.microbatches = microbatches
-        self.stages_per_process = stages_per_process or (2 if kind.has_several else 1)
+        self.stages_per_process = stages_per_process or (2 if SCHEDULES[schedule].has_several else 1)
         self.split = tuple(split)
         self._pipelines: list[Pipeline] = []
         self._groups: PipelineGroups | None = None
         self._agreement: Agreement | None = None
         self._sequences: ExchangedHeads | None = None
-        self._pending: Tensor | None = None
-        """A loss whose gradients were added, and from which backward was not called yet."""
-        self._weight = 1.0
-        """What losses were multiplied with last, beside the division by the window's size."""
-        self._is_first = True
-        """Whether the newest batch was the first of its window."""
-        self._factor: float | None = None
-        """What the gradients that were added in this window were multiplied with; None: there are none."""
+        self._weighing = Weighing()
 
     @property
     def data_share(self) -> DataShare:
@@ -248,17 +225,11 @@ class PipelineStrategy(Strategy):
             self._meet_in_evaluation(True)
             with found.gathered():
                 return found.evaluate(batch, value)
-        if self._pending is not None:
-            self._refuse_pending()
-        factor = self._weight / self.gradient_state.window_size if self._factor is None else self._factor
+        self._weighing.check_settled()
+        factor = self._weighing.factor(self.gradient_state.window_size)
         with found.gathered():
             loss = found.train(batch, value, factor)
-        self._is_first, self._factor = self._factor is None, factor
-        if isinstance(loss, Tensor):
-            self._pending = loss.requires_grad_()
-            return loss
-        self._pending = loss[0].requires_grad_()
-        return loss
+        return self._weighing.added(loss, factor)
 
     def sit_out_evaluation(self) -> bool:
         """See that no process of the pipeline has one more batch, and gather weights for other pipelines that have.
@@ -288,9 +259,12 @@ class PipelineStrategy(Strategy):
             super().backward(loss, **kwargs)
             return
         with nullcontext() if self._sequences is None else self._sequences.backward():
-            weight = weight_of(loss, self._pending)
-        self._pending = None
-        self._weigh(weight)
+            multiplier = self._weighing.settle(loss, self.gradient_state.window_size)
+        if multiplier != 1.0:
+            for found in self._pipelines:
+                self.scale_gradients(found.cut.trained_by(self._here.place), multiplier)
+                if found.shards is not None:
+                    found.shards.scale_gradients(multiplier)
         self._close_window()
 
     def take_part(self, model: nn.Module) -> None:
@@ -301,8 +275,7 @@ class PipelineStrategy(Strategy):
     def sit_out(self, model: nn.Module) -> None:
         found = self._find(model)
         if found is not None:
-            if self._pending is not None:
-                self._refuse_pending()
+            self._weighing.check_settled()
             self._compare(0)
             with found.gathered():  # for other pipelines, which may have the batch
                 pass
@@ -317,7 +290,7 @@ class PipelineStrategy(Strategy):
 
     def forget_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
         super().forget_gradients(model, optimizer)
-        self._factor = None
+        self._weighing.close()
         found = self._find(model)
         if found is not None and found.shards is not None:
             found.shards.forget_gradients()
@@ -442,7 +415,7 @@ class PipelineStrategy(Strategy):
 
     def teardown(self) -> None:
         """Forget a batch whose backward never came. The model stays cut. Local."""
-        self._pending = self._factor = None
+        self._weighing.forget()
 
     @property
     def _here(self) -> PipelineGroups:
@@ -454,38 +427,11 @@ class PipelineStrategy(Strategy):
         inner = unwrapped(model)
         return next((found for found in self._pipelines if found.cut.model is inner), None)
 
-    def _weigh(self, weight: float) -> None:
-        """Give the gradients of the newest batch their weight: what the loss of backward makes of it. Local.
-
-        They were computed with the weight of the batch before. In a window's first batch there are no others, and all
-        are multiplied.
-
-        Raises:
-            TaskError: it is another one than that of the batches before in the window.
-        """
-        assert self._factor is not None
-        factor = weight / self.gradient_state.window_size
-        if factor == self._factor:
-            return
-        if not self._is_first and abs(factor - self._factor) > _ROUNDING * abs(self._factor):
-            raise TaskError(
-                f"training_step multiplied the loss of self.run_pipeline(batch) with {weight:g}, and with "
-                f"{self._factor * self.gradient_state.window_size:g} for batches before in the same window. With "
-                "strategy='pipeline' these weigh alike: let pipeline_loss return (loss_sum, count), or weigh inside it."
-            )
-        if self._is_first:
-            for found in self._pipelines:
-                self.scale_gradients(found.cut.trained_by(self._here.place), factor / self._factor)
-                if found.shards is not None:
-                    found.shards.scale_gradients(factor / self._factor)
-            self._factor = factor
-            self._weight = weight or 1.0
-
     def _close_window(self) -> None:
         """Average the gradients of a window that ends. Collective then; nothing in one that goes on."""
         if not self.gradient_state.sync_gradients:
             return
-        self._factor = None
+        self._weighing.close()
         for found in self._pipelines:
             own = found.cut.trained_by(self._here.place)
             if found.shards is not None:
@@ -497,31 +443,13 @@ class PipelineStrategy(Strategy):
                 agree_on_overflow(own, everybody, self.device)
 
     def _compare(self, num_samples: int) -> None:
-        """See that all processes of the pipeline are at a batch of as many samples, or all without one. Collective."""
+        """See that all that get the same batches are at the same one. Collective among them."""
         for found in self._pipelines:
             found.check_whole()
-        told = self._here.tell(num_samples)
-        if 0 in told and any(told):
-            begin = self.data_share.process_index * len(told)
-            without = ", ".join(str(begin + place) for place, size in enumerate(told) if not size)
-            raise DistributedError(
-                f"a batch was left out on process {without} alone, and with strategy='pipeline' it goes through all. "
-                "Let callbacks and the task leave batches out, or end an epoch, on all processes alike."
-            )
-        if len(set(told)) > 1:
-            raise DistributedError(
-                f"the processes of a pipeline have batches of {told} samples, and have to get the same ones. Pass a "
-                "loader that is not shared yet, or give the same batches to all of them."
-            )
+        self._here.compare(num_samples)
 
     def _meet_in_evaluation(self, has_batch: bool) -> bool:
         """Whether a pipeline has one more batch, for which those that share its weights have to gather. Collective
         where weights are spread.
         """
         return self._here.mesh is not None and any(exchange(has_batch, "evaluation"))
-
-    def _refuse_pending(self) -> NoReturn:
-        raise ConfigError(
-            "a batch was left out after self.run_pipeline(batch), by SkipBatch or a step without a loss, and with "
-            "strategy='pipeline' its gradients are added up by then. Leave it out before, or call run_pipeline once."
-        )

@@ -1,4 +1,4 @@
-"""Gradients that a pipeline has added up: with which weight, and whether any has overflowed."""
+"""Gradients that a pipeline has added up: averaged over others, and whether any has overflowed."""
 
 from __future__ import annotations
 
@@ -7,33 +7,13 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ..checkpoint.finite import tensor_norms
 from ..distributed import watch
-from ..distributed.errors import ConfigError, TaskError
+from ..distributed.errors import ConfigError
 from .averaging import average_gradients
 from .sharded_gradients import local_gradients
-
-
-def weight_of(loss: Tensor, pending: Tensor | None) -> float:
-    """What a loss is multiplied with in the one that backward begins from. Local.
-
-    Args:
-        loss: a scalar that was made of `pending` alone.
-        pending: what `run_pipeline` gave, a scalar whose gradients were computed; None: nothing.
-    Raises:
-        TaskError: it was made of other things, whose gradients nobody has.
-    """
-    if loss is pending:
-        return 1.0
-    if pending is None or _leaves(loss) != {id(pending)}:
-        raise TaskError(
-            "training_step returned another loss than self.run_pipeline(batch) gave, and with strategy='pipeline' "
-            "gradients are computed there. Return that one, or a multiple of it; put what is to be added into "
-            "pipeline_loss."
-        )
-    return float(torch.autograd.grad(loss, pending)[0])
 
 
 def average_over_copies(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -71,19 +51,3 @@ def agree_on_overflow(
         dist.all_reduce(overflow, dist.ReduceOp.MAX, group=group)
     if gradients:
         gradients[0].mul_(torch.where(overflow > 0, math.inf, 1.0))
-
-
-def _leaves(loss: Tensor) -> set[int]:
-    """The tensors that backward from a loss comes to, by `id`. Local."""
-    if loss.grad_fn is None:
-        return {id(loss)}
-    found: set[int] = set()
-    seen, waiting = {loss.grad_fn}, [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if (leaf := getattr(node, "variable", None)) is not None:
-            found.add(id(leaf))
-        following = {each for each, _ in node.next_functions if each is not None} - seen
-        seen |= following
-        waiting += following
-    return found

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..distributed import watch
+from ..distributed.errors import DistributedError
 from ..distributed.exchange import exchange
 from ..distributed.meshes import REPLICATE, SEQUENCE, SHARD, TENSOR, spreading_axes
 from ..distributed.shares import DataShare
@@ -113,8 +114,29 @@ class PipelineGroups:
         """The first process at a place. Local."""
         return place * self.num_parts
 
-    def tell(self, value: int) -> list[int]:
-        """What each process says that gets the same batches, the first stage's first. Collective among them."""
+    def compare(self, num_samples: int) -> None:
+        """See that all that get the same batches are at one of as many samples, or all without one. Collective among
+        them.
+
+        Raises:
+            DistributedError: on all of them: some have left a batch out, or they have different ones.
+        """
+        told = self._tell(num_samples)
+        if 0 in told and any(told):
+            begin = dist.get_rank() // len(told) * len(told)
+            without = ", ".join(str(begin + place) for place, size in enumerate(told) if not size)
+            raise DistributedError(
+                f"a batch was left out on process {without} alone, and with strategy='pipeline' it goes through all. "
+                "Let callbacks and the task leave batches out, or end an epoch, on all processes alike."
+            )
+        if len(set(told)) > 1:
+            raise DistributedError(
+                f"the processes of a pipeline have batches of {told} samples, and have to get the same ones. Pass a "
+                "loader that is not shared yet, or give the same batches to all of them."
+            )
+
+    def _tell(self, value: int) -> list[int]:
+        """What each process says that gets the same batches. Collective among them."""
         if self.peers is None:
             return exchange(value, _PASSES)
         parts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(self.peers))]

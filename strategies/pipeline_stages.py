@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,31 +18,10 @@ from ..distributed.numbers import wide_float
 from .handlers import AutocastKwargs
 from .pipeline_groups import PipelineGroups
 from .pipeline_layers import Cut, Loss
+from .pipeline_schedules import SCHEDULES
 from .pipeline_shards import StageShards
 from .precision import ContextFactory, Precision
 
-
-class Schedule(NamedTuple):
-    """One of torch's schedules."""
-
-    name: str
-    """Its class."""
-    has_several: bool = True
-    """Whether it is made for several stages per process."""
-    turns_back: bool = False
-    """Whether the first process has the last stage, of two in each."""
-
-
-SCHEDULES: Mapping[str, Schedule] = {
-    "1f1b": Schedule("Schedule1F1B", has_several=False),
-    "gpipe": Schedule("ScheduleGPipe", has_several=False),
-    "interleaved_1f1b": Schedule("ScheduleInterleaved1F1B"),
-    "interleaved_zero_bubble": Schedule("ScheduleInterleavedZeroBubble"),
-    "looped_bfs": Schedule("ScheduleLoopedBFS"),
-    "zbv_zero_bubble": Schedule("ScheduleZBVZeroBubble", turns_back=True),
-    "dual_pipe_v": Schedule("ScheduleDualPipeV", turns_back=True),
-}
-"""torch's schedules by the words for them."""
 _MOST_KEPT = 8
 """Shapes of batches whose schedules are kept."""
 
