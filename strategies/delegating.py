@@ -160,6 +160,19 @@ class DelegatingStrategy(Strategy):
     def check_splitting(self) -> None:
         self.inner.check_splitting()
 
+    @property
+    def splits_together(self) -> bool:
+        return self.inner.splits_together
+
+    def guarded(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self.inner.guarded(model)
+
+    def unreduced_gradients(self, model: nn.Module) -> Mapping[str, Tensor]:
+        return self.inner.unreduced_gradients(model)
+
+    def restore_unreduced(self, model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
+        self.inner.restore_unreduced(model, gradients)
+
     def share_buffers(self, model: nn.Module) -> None:
         self.inner.share_buffers(model)
 

@@ -33,6 +33,7 @@ from .optimizer_limits import check_steps_parts, step_apart
 from .outcome import StepOutcome
 from .sharded_building import make_sharded, recompute_units
 from .sharded_gradients import clip_norm, local_gradients
+from .sharded_guard import check_guardable, guarded
 from .sharded_model import Called, Sharded, free, syncing
 from .sharded_norms import whole_norms
 from .sharded_options import ShardedOptions, read_mesh
@@ -59,8 +60,8 @@ class FSDPStrategy(Strategy):
             outermost unit keeps its own until then.
         cpu_offload: keep parts, gradients and optimizer states on the host.
         mesh: how processes share the work: a mapping with some of `replicate` (copies, over which gradients are
-            averaged), `shard` (parts of the weights; left out: what the others leave), `tensor` (parts of the layers)
-            and `context` (parts of the sequences). `(copies, parts)` stands for the first two.
+            averaged), `shard` (parts of the weights; left out: what the others leave), `tensor` (parts of the layers),
+            and `sequence` or `context` (parts of the sequences). `(copies, parts)` stands for the first two.
         tensor_plan: how layers are cut over `tensor`: patterns of modules' names with words or torch's styles, see
             `find_plan`. None: the model's own `tp_plan`.
         activation_checkpointing: units keep no activations but their inputs, and compute them again in backward.
@@ -296,6 +297,32 @@ class FSDPStrategy(Strategy):
     def sit_out(self, model: nn.Module) -> None:
         self.take_part(model)
 
+    def check_splitting(self) -> None:
+        """Accept it on one process, and where each process has whole batches and a part of each weight. Local.
+
+        Raises:
+            ConfigError: the mesh has other axes, or torch can't take a pass back.
+        """
+        if self.process.num_processes > 1:
+            check_guardable(self.mesh_sizes)
+
+    @property
+    def splits_together(self) -> bool:
+        return self.process.num_processes > 1
+
+    def guarded(self, model: nn.Module) -> AbstractContextManager[None]:
+        found = self._find(model)
+        return nullcontext() if found is None else guarded(found)
+
+    def unreduced_gradients(self, model: nn.Module) -> Mapping[str, Tensor]:
+        found = self._find(model)
+        return {} if found is None else sharded_state.accumulated_gradients(found.entry)
+
+    def restore_unreduced(self, model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
+        found = self._find(model)
+        if found is not None:
+            sharded_state.restore_accumulated(found.entry, gradients)
+
     def synchronize_buffers(self, model: nn.Module) -> None:
         found = self._find(model)
         if found is not None:
@@ -434,6 +461,8 @@ class FSDPStrategy(Strategy):
     def _reduce_whole(self, found: Sharded) -> None:
         """Average the gradients of what is not spread, which no unit reduces. Collective where it is trained."""
         if found.syncs and found.whole:
+            if found.guard is not None:
+                found.guard.meet()
             average_gradients(found.whole, "averaging of gradients")
 
 

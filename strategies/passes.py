@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,20 @@ from ..checkpoint.names import MethodForward
 from ..distributed.errors import DistributedError
 from ..distributed.flow import Flow
 from .compiling import is_compiled_around
+from .guard import Guard
 from .sharded_calls import Call, Zeros, graph_of, has_gradient, instead, with_gradients, zero_of
 from .sharded_rounds import LOSS, NOTHING, Kind, Rounds, Said
 
 Owned = Mapping[nn.Module, Sequence[tuple[nn.Module, str]]]
+
+
+class Learned(NamedTuple):
+    """What `Passes` knows of the order of its units."""
+
+    known: dict[str, Call]
+    trained: dict[str, Call]
+    names: set[str]
+    unused: set[int]
 
 
 class Entry(MethodForward):
@@ -135,6 +145,20 @@ class Passes:
         """
         self._learned.discard(name)
 
+    def guard_rounds(self, guard: Guard) -> None:
+        """Have rounds of the first passes begin with a meeting, where they are guarded. Local, on all processes."""
+        self._rounds.meet = guard.meet
+
+    def learned(self) -> Learned:
+        """What is known now, which all processes know. Local."""
+        return Learned(dict(self._known), dict(self._trained), set(self._learned), set(self._unused))
+
+    def leave(self, learned: Learned) -> None:
+        """Leave passes in their middle, and know what was known before them. Local, on all processes."""
+        self._known, self._trained, self._learned, self._unused = learned
+        self._entry.__dict__["raised"] = None
+        self._close()
+
     def evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the model without backward. Where it does not come to the units here (it returns or raises
         before), their passes are made empty, since other processes may make them. Collective.
@@ -192,9 +216,11 @@ class Passes:
         if is_training and loss is not None:
             used = {id(p): p for found in self._computed.values() for p in found if p.requires_grad}
             masks = [p.register_hook(_masked) for p in used.values()]  # type: ignore[no-untyped-call]
-            loss.backward()  # type: ignore[no-untyped-call]
-            for mask in masks:
-                mask.remove()
+            try:
+                loss.backward()  # type: ignore[no-untyped-call]
+            finally:
+                for mask in masks:
+                    mask.remove()
         self._close()
 
     def _is_known(self, name: str) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..distributed import watch
 from ..distributed.exchange import exchange
+from .guard import Guard
 from .passes import Passes
 
 
@@ -29,6 +30,8 @@ class Sharded:
     """Parameters that are not spread."""
     syncs: bool = True
     """Whether the next backward reduces gradients."""
+    guard: Guard | None = None
+    """At which its collectives meet in guarded passes; None: there was none yet."""
 
 
 class Called:

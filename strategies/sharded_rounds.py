@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, cast
@@ -42,6 +43,8 @@ class Rounds:
 
     def __init__(self) -> None:
         self._leader = 0
+        self.meet: Callable[[], None] | None = None
+        """What comes before each round, on all processes."""
 
     def hear(self, said: Said) -> Said:
         """What those processes do next that have something to compute, `NOTHING` if none has. Collective.
@@ -52,6 +55,8 @@ class Rounds:
         device, count = control_device(), dist.get_world_size()
         if count == 1:
             return said
+        if self.meet is not None:
+            self.meet()
         own = torch.tensor([said.kind, said.unit, said.takes_gradient, said.is_quiet], device=device)
         found = torch.empty(count * len(own), dtype=own.dtype, device=device)
         gather_into(found, own)
@@ -74,6 +79,8 @@ class Rounds:
         Args:
             value: this process's; None where it said nothing.
         """
+        if self.meet is not None:
+            self.meet()
         values = [value]
         dist.broadcast_object_list(values, src=self._leader, device=control_device())
         return cast("list[Any]", values[0])

@@ -304,9 +304,32 @@ class Strategy(ABC):
         """
         raise ConfigError(
             f"auto_accumulate=True can't be used with {type(self).__name__}, whose passes can't be left in their "
-            "middle: other processes would wait there, or a library counts them. Use strategy='single' or 'ddp', or "
-            "smaller batches with accumulate=, which find_executable_batch_size can look for."
+            "middle: other processes would wait there, or a library counts them. Use strategy='single', 'ddp' or "
+            "'fsdp', or smaller batches with accumulate=, which find_executable_batch_size can look for."
         )
+
+    @property
+    def splits_together(self) -> bool:
+        """Whether all processes have a part in each pass, so that a micro-batch goes in as many parts on all of them.
+        For strategies that `check_splitting` accepts.
+        """
+        return False
+
+    def guarded(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A context of passes that all processes leave together where memory runs out on one of them. Collective where
+        each pass is.
+
+        Raises:
+            LeftPass: it ran out on another process.
+        """
+        return contextlib.nullcontext()
+
+    def unreduced_gradients(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """Gradients of an open window that are not reduced yet, and that parameters don't hold. Local."""
+        return {}
+
+    def restore_unreduced(self, model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
+        """Put back what `unreduced_gradients` gave, on any device. They are not copied. Local."""
 
     def share_buffers(self, model: nn.Module) -> None:
         """Do now what the next forward pass would begin with, if that is the first of its window: share the buffers of

@@ -29,9 +29,10 @@ A vector is sent only where all processes know that all of them send it. In the 
 
 So a step costs one vector, which overlaps with the backward. What callbacks decide after it was sent takes effect at
 the same step as in one process: where one that may steer (`Callback.steers`) listens to such an event, `vote`,
-`close_window` or `following` sends one more. Two messages may follow a vector, where its rows ask for them: why the run
-ends, once, and the sum of counts that are on devices. In manual optimization there is no backward to wait for: `send`
-and `receive` are left out, and `close_window` sends after each window.
+`close_window` or `following` sends one more. Where processes split batches together (`SplittingTogether`), they agree
+on the parts before each micro-batch, and meet in its passes until these have fitted. Two messages may follow a vector,
+where its rows ask for them: why the run ends, once, and the sum of counts that are on devices. In manual optimization
+there is no backward to wait for: `send` and `receive` are left out, and `close_window` sends after each window.
 """
 
 from __future__ import annotations
@@ -271,8 +272,10 @@ class Agreement:
             self.consensus.tokens -= self._newest[1]
         if self._window.closes and not self._is_decided and not self._is_manual:
             self._run.gradient_state.sync_gradients = True
+            is_done = training.trained_nothing(self._run)
             self.send(Flag.DROP)
-            self._run.strategy.take_part(self._run.model)
+            if not is_done:
+                self._run.strategy.take_part(self._run.model)
             self.receive(training)
 
     # At a boundary.

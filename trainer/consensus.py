@@ -125,9 +125,9 @@ class Consensus:
     def _agree_on_parts(self) -> None:
         training = self._run.training
         splitting = None if training is None else training.splitting
-        sizes = exchange(None if splitting is None else splitting.size, "agree on the parts of batches")
+        sizes = exchange(None if splitting is None else splitting.sizes.most, "agree on the parts of batches")
         if splitting is not None:
-            splitting.size = min(size for size in sizes if size is not None)
+            splitting.sizes.most = min(size for size in sizes if size is not None)
 
     def _warn_of_end(self, rows: list[Row]) -> None:
         ended = saying(Flag.ENDED, rows)

@@ -200,7 +200,7 @@ def fit_window(run: Run, training: Training, window: Window) -> None:
             raise
         with run.strategy.no_sync(run.model):
             for _ in range(training.passes, num_gathered):
-                run.strategy.sit_out(run.model)
+                sit_out(run, training)
         agreement.leave(training, flow)
     if window.closes:
         training.opened_at = None
@@ -287,7 +287,8 @@ def step_and_count(run: Run, training: Training, batch: Any, samples: object) ->
 def sit_out(run: Run, training: Training) -> None:
     """A micro-batch without a loss, in a window that goes on: other processes may have one."""
     if training.is_automatic and run.agreement is not None:
-        run.strategy.sit_out(run.model)
+        if not training.trained_nothing(run):
+            run.strategy.sit_out(run.model)
         training.passes += 1
 
 

@@ -45,8 +45,10 @@ def num_losses_everywhere(run: Run, training: Training) -> int:
     if agreement is None:
         return training.loss.num_losses
     if not agreement.is_sent:
+        is_done = training.trained_nothing(run)
         agreement.send()
-        run.strategy.take_part(run.model)
+        if not is_done:
+            run.strategy.take_part(run.model)
     return agreement.receive(training)
 
 

@@ -141,7 +141,7 @@ class RunReadings:
         """
         run = self._run or self._newest_fit
         splitting = None if run is None or run.training is None else run.training.splitting
-        return None if splitting is None else splitting.size
+        return None if splitting is None else splitting.sizes.most
 
     @property
     def window_size(self) -> int:

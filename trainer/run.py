@@ -160,6 +160,12 @@ class Training:
         self.step_schedulers = [rate for rate in self.schedulers if rate.interval == "step"]
         self.epoch_schedulers = [rate for rate in self.schedulers if rate.interval == "epoch"]
 
+    def trained_nothing(self, run: Run) -> bool:
+        """Take part in the passes of a micro-batch that others train in turns with this process, which has no loss in
+        it. Collective where they do. Gives whether that is so: else it is the strategy that takes part.
+        """
+        return self.splitting is not None and self.splitting.train_nothing(run, self)
+
     def begin_schedules(self, state: RunState, due_since: Mapping[str, int] | None) -> None:
         """Let intervals count from the counters as they are now, or from those that `due_since` gave."""
         if due_since is not None:

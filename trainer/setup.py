@@ -31,6 +31,7 @@ from .overhead import OverheadBudget
 from .run import EvaluationData, Run, Training
 from .settings import Settings
 from .signature import bind_step, checked_count, sample_counter
+from .splitting_together import SplittingTogether
 from .task import Task
 
 if TYPE_CHECKING:
@@ -162,6 +163,10 @@ def _is_applied(run: Run, optimizer: Optimizer) -> bool:
     return True
 
 
+def _splitting(run: Run) -> Splitting:
+    return SplittingTogether() if run.strategy.splits_together else Splitting()
+
+
 def _training(
     run: Run, settings: Settings, loader: PreparedLoader, limit: int | None, num_batches: int | None,
     validation: EvaluationData | None, found: Optimization,
@@ -175,7 +180,7 @@ def _training(
         window_size=settings.accumulate,
         remainder=settings.remainder,
         is_automatic=task.automatic_optimization,
-        splitting=Splitting() if settings.splits_batches else None,
+        splitting=_splitting(run) if settings.splits_batches else None,
         optimizers=found.optimizers,
         schedulers=found.schedulers,
         limits=settings.limits,

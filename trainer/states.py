@@ -73,7 +73,7 @@ def common_tree(run: Run, training: Training) -> dict[str, Any]:
             "logged_at": training.logged_at,
         },
         "loss": {"num_none": training.loss.num_none, "reference": training.loss.reference},
-        **({} if training.splitting is None else {"part_size": training.splitting.size}),
+        **({} if training.splitting is None else {"part_size": training.splitting.sizes.most}),
     }
     own = dict(tree)
     run.emit(Callback.on_save_state, tree)
@@ -153,7 +153,7 @@ def restore_training(run: Run, training: Training, tree: Mapping[str, Any]) -> N
     training.logged_at = metrics["logged_at"]
     training.loss.num_none, training.loss.reference = loss["num_none"], loss["reference"]
     if training.splitting is not None:
-        training.splitting.size = tree.get("part_size")
+        training.splitting.sizes.most = tree.get("part_size")
     run.precision.load_state_dict(tree["precision"])
     saved, rates = tree["schedulers"], [rate for rate in training.schedulers if hasattr(rate.scheduler, "state_dict")]
     check_kinds("schedulers", saved, [rate.scheduler for rate in rates])

@@ -688,17 +688,17 @@ def test_two_processes_bit_for_bit_the_run_of_smaller_batches(two_processes: Any
 
 def refusals() -> list[str]:
     texts = []
-    for strategy in ("fsdp", {"name": "ddp", "static_graph": True}):
+    for strategy in ("pipeline", {"name": "ddp", "static_graph": True}):
         with pytest.raises(ConfigError) as caught:
             fit(Scalar(), ones(2), auto_accumulate=True, strategy=strategy)
         texts.append(str(caught.value))
     return texts
 
 
-def test_strategies_whose_passes_need_all_processes_are_refused(two_processes: Any) -> None:
-    for sharded, static in two_processes(refusals):
-        assert "auto_accumulate=True can't be used with FSDPStrategy" in sharded
-        assert "find_executable_batch_size" in sharded
+def test_strategies_whose_passes_can_not_be_left_are_refused(two_processes: Any) -> None:
+    for pipeline, static in two_processes(refusals):
+        assert "auto_accumulate=True can't be used with PipelineStrategy" in pipeline
+        assert "find_executable_batch_size" in pipeline
         assert "auto_accumulate=True can't be used with static_graph=True of DDPStrategy" in static
 
 
