@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..distributed.errors import ConfigError
@@ -81,28 +81,36 @@ def deal(cut: Cut, place: int, device: torch.device, shards: StageShards | None)
         device: where it computes.
         shards: what spreads its layers over pipelines side by side.
     """
-    inside: set[int] = set()
     operation = f"setup of {type(cut.model).__name__}"
-    shared = shared_parameters([layer for stage in cut.stages for layer in stage])
-    for index, stage in enumerate(cut.stages):
-        for layer in stage:
-            layer.to(device)
-            tensors = [each for each in [*layer.parameters(), *layer.buffers()] if id(each) not in inside]
-            inside |= {id(tensor) for tensor in tensors}
-            broadcast_tensors(tensors, operation)
-            if cut.owners[index] == place:
-                if shards is not None:
-                    shards.spread(layer, shared)
-                continue
-            for parameter in layer.parameters():
-                free(parameter, device)
-            for module in layer.modules():
-                module.register_forward_pre_hook(_refuse_call)
-    held = {id(each) for stage in cut.stages for layer in stage for each in [*layer.parameters(), *layer.buffers()]}
-    left = [each for each in [*cut.model.parameters(), *cut.model.buffers()] if id(each) not in held]
+    layers = [(owner, layer) for owner, stage in zip(cut.owners, cut.stages, strict=True) for layer in stage]
+    shared = shared_parameters([layer for _, layer in layers])
+    inside: set[int] = set()
+    for owner, layer in layers:
+        layer.to(device)
+        tensors = [each for each in _tensors(layer) if id(each) not in inside]
+        inside |= {id(tensor) for tensor in tensors}
+        broadcast_tensors(tensors, operation)
+        if owner != place:
+            _give_away(layer, device)
+        elif shards is not None:
+            shards.spread(layer, shared)
+    held = {id(each) for _, layer in layers for each in _tensors(layer)}
+    left = [each for each in _tensors(cut.model) if id(each) not in held]
     for tensor in left:
         tensor.data = tensor.data.to(device)
     broadcast_tensors(left, operation)
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _give_away(layer: nn.Module, device: torch.device) -> None:
+    """Keep the shapes alone of a layer that another process has. Local."""
+    for parameter in layer.parameters():
+        free(parameter, device)
+    for module in layer.modules():
+        module.register_forward_pre_hook(_refuse_call)
 
 
 def _refuse_call(module: nn.Module, args: Any) -> None:
