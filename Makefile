@@ -20,11 +20,14 @@ demo: $(VENV)/.installed-recipes
 	$(BIN)/loopwright test recipes/digits/digits.yaml \
 		--weights "$$(ls -t runs/digits*/checkpoints/best*.safetensors | head -n 1)"
 
+# Two tests at a time: many of them start two processes, or wait for others. Who is done first takes from the other.
+TOGETHER := -n 2 --dist worksteal
+
 test: $(VENV)/.installed-dev compiled
-	$(BIN)/pytest -m "not slow and not gpu" --ignore=tests/xla
+	$(BIN)/pytest $(TOGETHER) -m "not slow and not gpu" --ignore=tests/xla
 
 test-all: $(VENV)/.installed-dev compiled
-	$(BIN)/pytest -m "not gpu" --ignore=tests/xla
+	$(BIN)/pytest $(TOGETHER) -m "not gpu" --ignore=tests/xla
 
 # Tests start some hundred processes, each of which would compile the package anew where Python is told not to write
 # what it compiled (PYTHONDONTWRITEBYTECODE), for a second of CPU.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import multiprocessing
 import os
 import signal
@@ -183,19 +182,41 @@ class Processes:
         return results
 
 
+Pools = Callable[[int], Any]
+"""Gives the pool of so many workers, see tests/processes.py."""
+
+
+@pytest.fixture
+def worker_pools(request: pytest.FixtureRequest) -> Pools:
+    """Pools of workers that are started at their first use.
+
+    Each module has its own: what libraries change in a process for good is not there for the tests of another one.
+    """
+    name = "deepspeed_pools" if "deepspeed" in request.module.__name__ else "module_pools"
+    pools: Pools = request.getfixturevalue(name)
+    return pools
+
+
+@pytest.fixture(scope="module")
+def module_pools() -> Iterator[Pools]:
+    """Those of one module."""
+    yield from _pools()
+
+
 @pytest.fixture(scope="session")
-def worker_pools() -> Iterator[Callable[[int], Any]]:
-    """Pools of workers by their size, started at their first use."""
-    name = "loopwright_tests_processes"
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "processes.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    pools: dict[int, Any] = {}
+def deepspeed_pools() -> Iterator[Pools]:
+    """Those of all modules about DeepSpeed, which takes seconds to load in each worker."""
+    yield from _pools()
+
+
+def _pools() -> Iterator[Pools]:
+    from .processes import WorkerPool  # only here: the tests of the guards have this file alone
+
+    pools: dict[int, WorkerPool] = {}
 
     def pool_of(size: int) -> Any:
         if size not in pools:
-            pools[size] = module.WorkerPool(size)
+            pools[size] = WorkerPool(size)
         return pools[size]
 
     yield pool_of
@@ -204,19 +225,19 @@ def worker_pools() -> Iterator[Callable[[int], Any]]:
 
 
 @pytest.fixture
-def two_processes(worker_pools: Callable[[int], Any], working_folder: Path) -> Processes:
+def two_processes(worker_pools: Pools, working_folder: Path) -> Processes:
     """Two processes of one gloo group."""
     return Processes(worker_pools(2), working_folder)
 
 
 @pytest.fixture
-def three_processes(worker_pools: Callable[[int], Any], working_folder: Path) -> Processes:
+def three_processes(worker_pools: Pools, working_folder: Path) -> Processes:
     """Three processes of one gloo group."""
     return Processes(worker_pools(3), working_folder)
 
 
 @pytest.fixture
-def four_processes(worker_pools: Callable[[int], Any], working_folder: Path) -> Processes:
+def four_processes(worker_pools: Pools, working_folder: Path) -> Processes:
     """Four processes of one gloo group."""
     return Processes(worker_pools(4), working_folder)
 

@@ -1,31 +1,24 @@
-"""Warm worker processes: real ones, in one gloo group, that run functions of test modules for the whole session.
-
-Run as a script this is the worker. A worker finds the function again by its file, so that tests need not be importable.
-"""
+"""Warm worker processes: real ones, in one gloo group, that run the functions of a test module."""
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import importlib
-import importlib.util
 import os
 import pickle
+import shutil
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-import traceback
-import types
-import warnings
 from collections.abc import Callable
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from .nursery import Child, nursery
+from .ports import free_port
+
 START_SECONDS = 90.0
+WORKER = Path(__file__).parent / "worker.py"
 
 
 class WorkerError(AssertionError):
@@ -41,8 +34,8 @@ class WorkerPool:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._folder = Path(tempfile.mkdtemp(prefix="workers-"))
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._folder: Path | None = None
+        self._processes: list[Child] = []
         self._connections: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any, folder: Path, timeout: float = 110.0) -> list[Any]:
@@ -71,25 +64,20 @@ class WorkerPool:
         for process in self._processes:
             process.kill()
             process.wait()
-        self._connections, self._processes = [], []
+        if self._folder is not None:
+            shutil.rmtree(self._folder)
+        self._connections, self._processes, self._folder = [], [], None
 
     def _start(self) -> None:
-        address = str(self._folder / f"socket-{time.monotonic_ns()}")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        self._folder = Path(tempfile.mkdtemp(prefix="workers-"))
+        address = str(self._folder / "socket")
+        port = free_port()
         with Listener(address, "AF_UNIX") as listener:
             for index in range(self.size):
                 place = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
                 meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
                 environment = os.environ | {key: str(value) for key, value in (place | meeting).items()}
-                with self._log(index).open("wb") as log:
-                    self._processes.append(
-                        subprocess.Popen(
-                            [sys.executable, "-P", __file__, address], env=environment, stdout=log, stderr=log,
-                            stdin=subprocess.DEVNULL,
-                        )
-                    )  # fmt: skip
+                self._processes.append(nursery().start(WORKER, address, env=environment, log=self._log(index)))
             listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
             try:
                 connections = [listener.accept() for _ in range(self.size)]
@@ -99,6 +87,7 @@ class WorkerPool:
         self._connections = [found for _, found in sorted((each.recv(), each) for each in connections)]
 
     def _log(self, index: int) -> Path:
+        assert self._folder is not None
         return self._folder / f"worker-{index}.log"
 
     def _collect(self, deadline: float) -> list[tuple[bool, Any] | None]:
@@ -132,58 +121,3 @@ class WorkerPool:
             else:
                 parts.append(f"--- process {index} returned")
         return "\n".join(parts)
-
-
-def _load(file: str, module_name: str) -> Any:
-    """The module of a file under the name that it has in the test process, so that its classes can be unpickled."""
-    folder = Path(__file__).parent
-    if folder.name not in sys.modules:
-        # A package of its own: with the root on the path, its folders would be packages as well.
-        package = types.ModuleType(folder.name)
-        package.__path__ = [str(folder)]
-        sys.modules[folder.name] = package
-    if module_name.startswith(f"{folder.name}."):
-        return importlib.import_module(module_name)
-    if module_name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(module_name, file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[module_name]
-
-
-def _serve(address: str) -> None:
-    """Answer requests until the connection is closed."""
-    import torch
-    import torch.distributed as dist
-
-    from loopwright.distributed.process import ProcessState
-    from loopwright.distributed.random import set_seed
-
-    faulthandler.register(signal.SIGUSR1)
-    torch.set_num_threads(1)
-    warnings.simplefilter("error")
-    state = ProcessState(cpu=True)
-    with Client(address, "AF_UNIX") as connection:
-        connection.send(state.process_index)
-        while True:
-            try:
-                file, module_name, qualname, args, folder = pickle.loads(connection.recv_bytes())
-            except EOFError:
-                return
-            set_seed(0)
-            os.chdir(folder)
-            try:
-                function = _load(file, module_name)
-                for part in qualname.split("."):
-                    function = getattr(function, part)
-                answer = (True, function(*args))
-                dist.barrier()
-            except BaseException:  # noqa: BLE001 - told to the test
-                answer = (False, traceback.format_exc())
-            connection.send_bytes(pickle.dumps(answer))
-
-
-if __name__ == "__main__":
-    _serve(sys.argv[1])

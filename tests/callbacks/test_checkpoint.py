@@ -8,8 +8,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from loopwright.checkpoint.claims import FolderClaim
 from loopwright.checkpoint.finding import best, newest
 from loopwright.checkpoint.reading import open_checkpoint
 
+from ..nursery import nursery
 from .counting import EVERY, Counting, batches, fit, states
 
 
@@ -214,7 +213,7 @@ def test_what_lies_behind_the_point_of_resuming_stays_and_is_named(tmp_path: Pat
 
 def test_a_kill_between_commit_and_removal_is_made_up_for(tmp_path: Path) -> None:
     script = KILLED_AT_SAVE.format(tests=Path(__file__).parent)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    done = nursery().run("-c", script, timeout=100)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert steps(tmp_path / "out") == [2, 3, 4]  # 3 was the newest, and is not among the best
     fit(ModelCheckpoint(monitor="val/loss", directory="out"), [5.0], resume_from="latest", max_epochs=5)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,6 +20,7 @@ from loopwright import Callback, MetricError, ModelCheckpoint
 from loopwright.callbacks.kept_checkpoints import KeptCheckpoints, SavedCheckpoint
 from loopwright.distributed.atomic import remove_folder
 
+from ..nursery import nursery
 from .counting import EVERY, batches, files, fit
 
 Files = partial(ModelCheckpoint, save_weights_only=True)
@@ -382,7 +381,7 @@ except CheckpointError as error:
 
 
 def test_a_save_that_fails_names_file_and_reason_and_leaves_the_earlier_file(tmp_path: Path) -> None:
-    run = subprocess.run([sys.executable, "-c", FULL_DISK], capture_output=True, text=True, timeout=100)
+    run = nursery().run("-c", FULL_DISK, timeout=100)
     assert run.returncode == 0, run.stderr
     path = tmp_path / "out" / "last.safetensors"
     assert f"ModelCheckpoint could not write '{path}' at step 2: " in run.stdout

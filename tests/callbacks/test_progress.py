@@ -6,7 +6,6 @@ import io
 import os
 import re
 import select
-import subprocess
 import sys
 import termios
 import time
@@ -22,6 +21,8 @@ from loopwright.callbacks.progress import ProgressBar
 from loopwright.distributed.errors import ConfigError
 from loopwright.trainer.task import Task
 from loopwright.trainer.trainer import Trainer
+
+from ..nursery import nursery
 
 
 class Tiny(Task):
@@ -262,7 +263,7 @@ def test_pain_38_no_bar_where_there_is_no_terminal() -> None:
         "    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), lr=1)\n"
         "Trainer(max_epochs=300, trackers=False).fit(Tiny(), [torch.ones(1, 1)] * 2)\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    run = nursery().run("-c", code, timeout=100)
     assert run.returncode == 0, run.stderr
     assert "\r" not in run.stderr and "\x1b" not in run.stderr and "|" not in run.stderr
     lines = run.stderr.splitlines()
@@ -355,7 +356,7 @@ def test_a_notebook_is_found_without_importing_ipython(tmp_path: Path) -> None:
         "assert _in_notebook()\n"
     )
     environment = {**os.environ, "IPYTHONDIR": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environment)
+    run = nursery().run("-c", code, timeout=100, env=environment)
     assert run.returncode == 0, run.stderr
 
 

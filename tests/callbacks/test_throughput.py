@@ -102,7 +102,7 @@ def test_the_start_counts_in_the_first_record_alone() -> None:
 
     (_, first), (_, second) = fit(ThroughputMonitor(), Compiles()).all
     assert first["batches_per_second"] < 2
-    assert second["batches_per_second"] > 20
+    assert second["batches_per_second"] > 5  # 50 on a machine with nothing else to do
 
 
 def test_the_window_slides() -> None:
@@ -114,7 +114,7 @@ def test_the_window_slides() -> None:
 
     rates = [r["batches_per_second"] for _, r in fit(ThroughputMonitor(window=1), SlowStart(), log_every=1).all]
     assert rates[1] < 1
-    assert rates[2] > 20  # over the newest record alone
+    assert rates[2] > 5  # over the newest record alone
 
 
 def test_waiting_for_data() -> None:

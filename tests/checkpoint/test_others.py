@@ -8,8 +8,6 @@ import os
 import pathlib
 import pickle
 import re
-import subprocess
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,8 @@ from loopwright.checkpoint.saving import save_checkpoint
 from loopwright.checkpoint.sources import Renamed, plainly_named
 from loopwright.checkpoint.weights import load_weights, save_weights
 from loopwright.distributed.errors import CheckpointError, ConfigError
+
+from ..nursery import nursery
 
 SCRIPT = Path(__file__).with_name("foreign_files.py")
 
@@ -67,7 +67,8 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
     folder = tmp_path_factory.mktemp("foreign")
-    subprocess.run([sys.executable, str(SCRIPT), str(folder)], cwd=folder, timeout=110, check=True, capture_output=True)
+    done = nursery().run(SCRIPT, str(folder), cwd=folder, timeout=110)
+    assert done.returncode == 0, done.stderr
     return folder
 
 

@@ -28,6 +28,8 @@ from loopwright.checkpoint.saving import save_checkpoint, start_saving
 from loopwright.checkpoint.space import check_space, readable
 from loopwright.distributed.errors import CheckpointError
 
+from ..nursery import nursery
+
 FACTS = Facts(progress={"step": 10}, world_size=1, strategy="SingleDeviceStrategy", run={"id": "r1"})
 
 
@@ -352,7 +354,7 @@ start_saving(sys.argv[1], Contents(trees={"a": torch.ones(20_000_000)}), Facts()
 
 
 def test_the_end_of_the_program_waits_for_a_background_save(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", EXITING, str(tmp_path / "a")], check=True, timeout=60)
+    assert nursery().run("-c", EXITING, str(tmp_path / "a"), timeout=60).returncode == 0
     assert open_checkpoint(tmp_path / "a").tree("a").sum() == 20_000_000
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from ..nursery import Child, nursery
+from ..ports import free_port
 
 SCRIPT = Path(__file__).parent / "failing_script.py"
 # A failure has to end all within 30 s; what comes on top is the start on a busy machine.
@@ -23,33 +24,29 @@ class Ended:
     errors: list[str]
 
 
-def start(*arguments: str, count: int, folder: Path, script: Path = SCRIPT) -> list[subprocess.Popen[str]]:
+def start(*arguments: str, count: int, folder: Path, script: Path = SCRIPT) -> list[Child]:
     """Processes without an agent, so that nobody but they themselves ends them; process 0 holds the store."""
     processes = []
     place = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for index in range(count):
         variables = {key: str(value) for key, value in (place | {"RANK": index, "LOCAL_RANK": index}).items()}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(script), *arguments],
-                env=os.environ | variables, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )
-        )  # fmt: skip
+        processes.append(nursery().start(script, *arguments, env=os.environ | variables, cwd=folder))
     return processes
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def ended(processes: list[Child]) -> Ended:
+    """Wait for their ends.
 
-
-def ended(processes: list[subprocess.Popen[str]]) -> Ended:
+    Raises:
+        AssertionError: one has not come to it in time; with what all of them have written.
+    """
     try:
-        outputs = [process.communicate(timeout=SECONDS) for process in processes]
+        codes = [process.wait(SECONDS) for process in processes]
+    except subprocess.TimeoutExpired as error:
+        said = [f"--- process {index}:\n" + "".join(each.texts()) for index, each in enumerate(processes)]
+        raise AssertionError(f"not ended in {SECONDS} s\n" + "\n".join(said)) from error
     finally:
         for process in processes:
             process.kill()
-    codes = [process.returncode for process in processes]
-    return Ended(codes, [output for output, _ in outputs], [errors for _, errors in outputs])
+    texts = [process.texts() for process in processes]
+    return Ended(codes, [output for output, _ in texts], [errors for _, errors in texts])

@@ -1,7 +1,7 @@
 """What the processes of test_watch.py and test_failures.py run: failures of every kind, on purpose.
 
-`failing_script.py fatal KIND INDEX` ends by that failure of one process; `failing_script.py survivable PORT...` goes
-through the failures that a process survives, each in a group of its own, and prints a line of JSON for each.
+`failing_script.py fatal KIND INDEX` ends by that failure of one process; `failing_script.py survivable NAME PORT ...`
+goes through failures that a process survives, each in a group of its own, and prints a line of JSON for each.
 """
 
 from __future__ import annotations
@@ -161,10 +161,10 @@ SURVIVABLE: dict[str, float] = {
 }
 
 
-def run_survivable(ports: list[str]) -> None:
-    for (name, seconds), port in zip(SURVIVABLE.items(), ports, strict=True):
+def run_survivable(names: list[str], ports: list[str]) -> None:
+    for name, port in zip(names, ports, strict=True):
         os.environ["MASTER_PORT"] = port
-        group.connect(PLACE, torch.device("cpu"), timeout=timedelta(seconds=seconds))
+        group.connect(PLACE, torch.device("cpu"), timeout=timedelta(seconds=SURVIVABLE[name]))
         watch.stand(name)
         result = globals()[name]()
         print(json.dumps({"name": name, "index": INDEX} | result), flush=True)
@@ -199,4 +199,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "fatal":
         run_fatal(sys.argv[2], int(sys.argv[3]))
     else:
-        run_survivable(sys.argv[2:])
+        run_survivable(sys.argv[2::2], sys.argv[3::2])

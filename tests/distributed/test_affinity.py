@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from loopwright.distributed.affinity import _numbers
+
+from ..nursery import nursery
 
 SCRIPT = """
 import os, torch
@@ -23,7 +23,8 @@ print(sorted(cores))
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no process to cores")
 def test_the_second_of_two_processes_takes_the_second_half() -> None:
-    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True)
+    ended = nursery().run("-c", SCRIPT, timeout=60)
+    assert ended.returncode == 0, ended.stderr
     here = sorted(os.sched_getaffinity(0))
     half = len(here) // 2
     assert ended.stdout.strip() == str(here[half : 2 * half] or here)

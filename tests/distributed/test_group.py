@@ -6,8 +6,6 @@ import gc
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +18,8 @@ import torch.distributed as dist
 from loopwright import ConfigError, LaunchError
 from loopwright.distributed import group
 from loopwright.distributed.launched import Place
+
+from ..nursery import nursery
 
 CPU = torch.device("cpu")
 PAIR = Place(num_processes=2, local_num_processes=2)
@@ -139,15 +139,7 @@ def test_processes_that_mpi_starts_find_each_other() -> None:
         variables = {"RANK": index, "SIZE": 2, "LOCAL_RANK": index, "LOCAL_SIZE": 2}
         environment = inherited | {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in variables.items()}
         environment["PMIX_NAMESPACE"] = f"test-{os.getpid()}"
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "script.py"],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+        started.append(nursery().start("script.py", env=environment))
     ended = [process.communicate(timeout=100) for process in started]
     assert [process.returncode for process in started] == [0, 0], ended
     assert [out for out, _ in ended] == [f"openmpi {index} 2 3.0 []\nFalse\n" for index in (0, 1)]

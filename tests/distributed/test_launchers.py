@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +10,8 @@ import pytest
 
 from loopwright import Accelerator, ConfigError, ProcessState
 from loopwright.distributed.launchers import debug_launcher, notebook_launcher, started_devices
+
+from ..nursery import nursery
 
 SCRIPT = """
 import os, threading
@@ -68,7 +68,7 @@ if __name__ == "__main__":
 
 def test_b121_two_launches_in_a_row_and_one_that_fails() -> None:
     Path("script.py").write_text(SCRIPT)
-    ended = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=100)
+    ended = nursery().run("script.py", timeout=100)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == ["called here with no", "done"]
     assert ended.stderr == ""

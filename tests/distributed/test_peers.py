@@ -13,6 +13,8 @@ import pytest
 from loopwright import ConfigError
 from loopwright.distributed.peers import start_peers
 
+from ..nursery import nursery
+
 SCRIPT = """
 import sys, threading, time
 import torch
@@ -68,6 +70,8 @@ def run(word: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     Path("script.py").write_text(SCRIPT)
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: text for name, text in os.environ.items() if name not in launched}
+    if arguments[0] == "script.py":
+        return nursery().run(*arguments, word, "a 'b", timeout=60, env=environment)
     command = [sys.executable, *arguments, word, "a 'b"]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
 
@@ -118,5 +122,5 @@ def test_a_test_can_not_be_started_again() -> None:
 
 def test_code_without_a_file_can_not_be_started_again() -> None:
     command = "from loopwright.distributed.peers import start_peers; start_peers(2)"
-    ended = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=60)
+    ended = nursery().run("-c", command, timeout=60)
     assert "ConfigError: 2 processes are wanted, but this is code without a file" in ended.stderr

@@ -20,7 +20,8 @@ from loopwright.cli.launch_config import TYPES
 from loopwright.cli.launch_merge import merged_options
 from loopwright.cli.launch_options import read_launch
 from loopwright.cli.main import main
-from loopwright.distributed.ports import free_port
+
+from ..ports import free_port
 
 # Writes what a process got, then does what its first argument says. It imports no torch: that takes seconds.
 SCRIPT = """

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from loopwright.callbacks import callback
 from loopwright.callbacks.callback import Callback
+
+from ..nursery import nursery
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").rglob("*.md"))]
@@ -88,6 +88,6 @@ def quick_start() -> str:
 
 def test_quick_start_of_the_readme_runs(tmp_path: Path) -> None:
     (tmp_path / "quick_start.py").write_text(quick_start())
-    run = subprocess.run([sys.executable, "quick_start.py"], capture_output=True, text=True, timeout=100)
+    run = nursery().run("quick_start.py", timeout=100)
     assert run.returncode == 0, run.stderr
     assert "test/accuracy" in run.stdout

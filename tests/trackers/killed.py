@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 from loopwright.trackers.group import TrackerGroup
 from loopwright.trackers.registry import create_trackers
 from loopwright.trackers.tracker import RunInfo
+
+from ..nursery import nursery
 
 _SCRIPT = """
 import json, os, signal, sys
@@ -40,8 +39,7 @@ def killed_leg(run: RunInfo, *specs: dict[str, Any]) -> TrackerGroup:
         The trackers, ready to go on from there.
     """
     arguments = json.dumps([specs, run.name, run.project, str(run.directory)])
-    command = [sys.executable, "-c", _SCRIPT, arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ), check=False)
+    done = nursery().run("-c", _SCRIPT, arguments, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
     group = create_trackers(list(specs))
     group.load_state_dict(json.loads(done.stdout))

@@ -57,4 +57,5 @@ def main(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     print(json.dumps(main(Path(sys.argv[1]))))

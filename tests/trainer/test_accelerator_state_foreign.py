@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from loopwright.distributed.errors import CheckpointError
 from loopwright.trainer.accelerator import Accelerator
 from loopwright.trainer.project import ProjectConfiguration
 
+from ..nursery import nursery
 from .test_accelerator_state_saving import Counter
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
@@ -33,10 +31,7 @@ SCRIPT = Path(__file__).with_name("accelerate_states.py")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """The project of a run of Accelerate, and what it computed behind its checkpoints."""
     folder = tmp_path_factory.mktemp("accelerate")
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder)], env=environment, capture_output=True, text=True, timeout=100
-    )
+    done = nursery().run(SCRIPT, str(folder), timeout=100)
     assert done.returncode == 0, done.stderr
     return folder, json.loads(done.stdout.splitlines()[-1])
 

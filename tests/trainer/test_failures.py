@@ -15,31 +15,28 @@ from typing import Any
 
 import pytest
 
-from ..distributed.failing import SECONDS, free_port
+from loopwright.cli.main import main
+
+from ..distributed import failing
+from ..distributed.failing import SECONDS
+from ..nursery import Child, nursery
+from ..ports import free_port
 
 SCRIPT = Path(__file__).parent / "failing_training.py"
-LAUNCH = [sys.executable, "-m", "loopwright", "launch", "--cpu", "--num_processes", "2"]
+LAUNCH = ["launch", "--cpu", "--num_processes", "2"]
 
 
 @dataclass
 class Run:
     """Processes without an agent, so that nobody but they themselves ends them; process 0 holds the store."""
 
-    processes: list[subprocess.Popen[str]]
+    processes: list[Child]
     folder: Path
 
     def end(self) -> Ended:
-        try:
-            outputs = [process.communicate(timeout=SECONDS) for process in self.processes]
-        finally:
-            for process in self.processes:
-                process.kill()
+        done = failing.ended(self.processes)
         notes = [self.folder / f"events-{index}.json" for index in range(2)]
-        return Ended(
-            [process.returncode for process in self.processes],
-            [error for _, error in outputs],
-            [json.loads(note.read_text()) if note.exists() else {} for note in notes],
-        )
+        return Ended(done.codes, done.errors, [json.loads(note.read_text()) if note.exists() else {} for note in notes])
 
 
 @dataclass(frozen=True)
@@ -60,13 +57,8 @@ def start(folder: Path, kind: str, index: int) -> Run:
     processes = []
     for rank in range(2):
         variables = {key: str(value) for key, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(SCRIPT), kind, str(index)],
-                env=os.environ | variables | {"LOOPWRIGHT_USE_CPU": "1"},
-                cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )
-        )  # fmt: skip
+        environment = os.environ | variables | {"LOOPWRIGHT_USE_CPU": "1"}
+        processes.append(nursery().start(SCRIPT, kind, str(index), env=environment, cwd=folder))
     return Run(processes, folder)
 
 
@@ -172,19 +164,17 @@ def test_sigterm_in_validation_ends_both_after_it(ended: Callable[[str], Ended])
     assert run.seen(0) == ["fit_end", "teardown"]
 
 
-def test_the_launcher_names_the_first_cause(tmp_path: Path) -> None:
+def test_the_launcher_names_the_first_cause(capfd: pytest.CaptureFixture[str]) -> None:
     """B65"""
-    done = subprocess.run(
-        [*LAUNCH, str(SCRIPT), "step", "1"], cwd=tmp_path, text=True, capture_output=True, timeout=SECONDS
-    )
-    assert done.returncode == 1
-    assert "ValueError: boom in the step" in done.stderr
-    assert "process 1 of 2 failed first" in done.stderr
+    assert main([*LAUNCH, str(SCRIPT), "step", "1"]) == 1
+    said = capfd.readouterr().err
+    assert "ValueError: boom in the step" in said
+    assert "process 1 of 2 failed first" in said
 
 
 def test_ctrl_c_ends_launcher_and_processes(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [*LAUNCH, str(SCRIPT), "interrupt", "1"], cwd=tmp_path,
+        [sys.executable, "-m", "loopwright", *LAUNCH, str(SCRIPT), "interrupt", "1"], cwd=tmp_path,
         text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True,
     ) as launcher:  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from loopwright.distributed.errors import CheckpointError
 from loopwright.distributed.random import set_seed
 from loopwright.trainer.task import Task
 
+from ..nursery import nursery
 from .tiny import trainer
 
 SIZE = 30_000
@@ -117,7 +117,7 @@ def test_a_write_that_fails_half_way_ends_the_run_and_what_was_saved_goes_on(
 
 
 def test_a_folder_that_becomes_read_only_ends_the_run_and_what_was_saved_goes_on() -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=100, check=False)
+    done = nursery().run(SCRIPT, timeout=100)
     assert done.returncode == 0, done.stderr
     if done.stdout.startswith("skipped"):
         pytest.skip(done.stdout)
