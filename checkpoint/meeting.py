@@ -81,7 +81,7 @@ class BackgroundMeeting:
     Args:
         timeout_seconds: how long it waits for another process.
     Raises:
-        CheckpointError: the store is lost.
+        CheckpointError: on every process: the store is lost on one of them.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -92,10 +92,19 @@ class BackgroundMeeting:
         self._board: Board | None = None
         if self._count > 1:
             try:
-                self._board = watch.board_of_group("loopwright/save")
-            except RuntimeError as error:
-                raise _lost("start_saving", error) from error
-            self._processes = exchange([_machine(), os.getpid()], "start_saving")
+                self._processes = together(ForegroundMeeting(), "start_saving", self._open)
+            except CheckpointError:
+                if self._board is not None:
+                    self._board.close()
+                raise
+
+    def _open(self) -> list[Any]:
+        """Find what the processes share; gives where this one runs. Local."""
+        try:
+            self._board = watch.board_of_group("loopwright/save")
+        except RuntimeError as error:
+            raise _lost("start_saving", error) from error
+        return [_machine(), os.getpid()]
 
     def gather(self, value: Any, operation: str) -> list[Any]:
         """Every process's value, on every process. Each of them has to ask, from any one thread.

@@ -65,16 +65,17 @@ class MasterWeights:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for parameter in _halves(optimizer):
-            self._follow(parameter)
             gradient = parameter.grad
+            if gradient is None and parameter not in self._copies:
+                continue  # frozen yet, or a layer of another process in a pipeline
+            self._follow(parameter)
             self._copies[parameter].grad = None if gradient is None else gradient.float()
         self._put_in(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._take_out(optimizer)
         with torch.no_grad():
-            for parameter in _halves(optimizer):
-                copy = self._copies[parameter]
+            for parameter, copy in self._copies.items():
                 if copy.grad is not None:
                     parameter.copy_(copy)
                     self._versions[parameter] = parameter._version
@@ -120,8 +121,10 @@ class MasterWeights:
 
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         # torch brings a state into the format of its parameter: that of the copy.
-        for parameter in _halves(optimizer):
-            self._follow(parameter)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in enumerate(parameters):
+            if number in state["state"] and parameter.dtype in _HALVES:
+                self._follow(parameter)
         self._put_in(optimizer)
 
     def _after_load(self, optimizer: Optimizer) -> None:

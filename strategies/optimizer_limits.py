@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..checkpoint.sharded import is_sharded
@@ -46,16 +47,20 @@ def check_steps_parts(optimizers: Iterable[Optimizer], strategy: str) -> None:
             )
 
 
-def step_apart(optimizer: Optimizer) -> None:
+def step_apart(optimizer: Optimizer, others: Iterable[Tensor] = ()) -> None:
     """Let a group that has parts of some weights and others whole step them one after another. Local.
 
     torch steps all of a group in one operation on accelerators, unless it is told otherwise, and can't do that here.
 
+    Args:
+        optimizer: one of torch's.
+        others: parameters of other processes, which are never stepped here.
     Raises:
         ConfigError: the group asks for that.
     """
+    left = {id(parameter) for parameter in others}
     for group in optimizer.param_groups:
-        if len({is_sharded(parameter) for parameter in group["params"]}) < 2:
+        if len({is_sharded(parameter) for parameter in group["params"] if id(parameter) not in left}) < 2:
             continue
         asked = next((way for way in ("foreach", "fused") if group.get(way)), None)
         if asked is not None:

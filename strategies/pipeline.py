@@ -285,7 +285,8 @@ class PipelineStrategy(Strategy):
             self._agreement.check(optimizer, [found.cut.model for found in self._pipelines])
         is_mixed = any(found.shards is not None and found.shards.has_whole for found in self._pipelines)
         if is_mixed and self.gradient_state.sync_gradients:
-            step_apart(optimizer)  # each time: a checkpoint may have brought other settings
+            others = [each for found in self._pipelines for each in found.cut.elsewhere(self._here.place)]
+            step_apart(optimizer, others)  # each time: a checkpoint may have brought other settings
         return super().step(optimizer)
 
     def forget_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -406,12 +407,16 @@ class PipelineStrategy(Strategy):
             pipeline_state.load_optimizer_state(found.cut, self._here.place, optimizer, state)
 
     def process_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        """Its own buffers in a pipeline beside the first. Local."""
+        """What its next losses are multiplied with, and its own buffers in a pipeline beside the first. Local."""
         found = self._find(model)
-        return {} if found is None or self._here.is_first else {"buffers": saved_buffers(found.cut.model)}
+        if found is None:
+            return {}
+        buffers = {} if self._here.is_first else {"buffers": saved_buffers(found.cut.model)}
+        return {"weight": self._weighing.weight, **buffers}
 
     def load_process_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
         load_buffers(self.unwrap(model), state.get("buffers", {}))
+        self._weighing.weight = state.get("weight", 1.0)
 
     def teardown(self) -> None:
         """Forget a batch whose backward never came. The model stays cut. Local."""

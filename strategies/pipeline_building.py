@@ -89,6 +89,8 @@ def deal(cut: Cut, place: int, device: torch.device, shards: StageShards | None)
         layer.to(device)
         tensors = [each for each in _tensors(layer) if id(each) not in inside]
         inside |= {id(tensor) for tensor in tensors}
+        for tensor in tensors:  # parts of weights, and of states that follow their strides, are flat ranges
+            tensor.data = tensor.data.contiguous()
         broadcast_tensors(tensors, operation)
         if owner != place:
             _give_away(layer, device)

@@ -45,7 +45,7 @@ class StageShards:
         """The layers that were spread, in their order, each in a module that is never called: torch's hooks on it would
         gather and reduce at times of their own."""
         self.has_whole = False
-        """Whether layers have trained parameters that are not spread."""
+        """Whether layers have parameters that are not spread; those that are frozen may be trained later."""
 
     def spread(self, layer: nn.Module, whole: Collection[nn.Parameter]) -> None:
         """Cut and spread the weights of a layer that this process has with all of its values. Collective among those at
@@ -58,7 +58,7 @@ class StageShards:
         from torch.distributed.fsdp import fully_shard
 
         left = {each for each in layer.parameters() if is_uncut(each) or each in whole}
-        self.has_whole |= any(each.requires_grad for each in left)
+        self.has_whole |= bool(left)
         is_whole = left.issuperset(layer.parameters())
         if self._groups.tensor is not None:
             self._cut(layer, left, self._groups.tensor)

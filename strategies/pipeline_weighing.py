@@ -22,7 +22,7 @@ class Weighing:
     def __init__(self) -> None:
         self._pending: Tensor | None = None
         """A loss whose gradients were added, and from which backward was not called yet."""
-        self._weight = 1.0
+        self.weight = 1.0
         """What losses were multiplied with last, beside the division by the window's size."""
         self._is_first = True
         """Whether the newest batch was the first of its window."""
@@ -31,7 +31,7 @@ class Weighing:
 
     def factor(self, window_size: int) -> float:
         """What the loss of the next batch is multiplied with. Local."""
-        return self._weight / window_size if self._factor is None else self._factor
+        return self.weight / window_size if self._factor is None else self._factor
 
     def added(self, loss: Loss, factor: float) -> Loss:
         """Take note that the gradients of a batch were added, with a factor. Local.
@@ -56,7 +56,7 @@ class Weighing:
         if factor == before:
             return 1.0
         if self._is_first:
-            self._factor, self._weight = factor, weight or 1.0
+            self._factor, self.weight = factor, weight or 1.0
             return factor / before
         if abs(factor - before) > _ROUNDING * abs(before):
             raise TaskError(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
 from loopwright.trainer.trainer import Trainer
 
@@ -134,3 +134,38 @@ def test_mixed_precision_of_the_same_parts(two_processes: Run) -> None:
     assert [each[2] for each in wanted] == [0, 0, 1, 1]
     exact, _, _ = train(GPT, 8, {"max_steps": 5, "clip_norm": None})
     assert wanted[0][0] != pytest.approx(exact.norms, abs=1e-5)
+
+
+class Turned(GPT):
+    """Its losses weigh a third, and one of its weights is turned in memory."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.blocks[3].inner.weight = nn.Parameter(self.blocks[3].inner.weight.detach().t().contiguous().t())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) / 3
+
+
+def _legs(options: dict[str, Any], path: str) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
+    found = []
+    for steps, resume_from in ((6, None), (3, None), (6, path)):
+        records = Records()
+        trainer = fit(
+            Turned(), loader(ROWS, 8), resume_from=resume_from, callbacks=[records], max_steps=steps, precision="bf16",
+            **options,
+        )  # fmt: skip
+        if steps == 3:
+            trainer.save_state(path)
+        found.append((records.losses, state_of(trainer)))
+    (direct, weights), (begun, _), (resumed, state) = found
+    return direct, begun + resumed, weights, state
+
+
+def test_a_weighted_loss_goes_on_bit_for_bit(two_processes: Run, tmp_path: Any) -> None:
+    direct, resumed, weights, state = two_processes(_legs, {"strategy": "pipeline"}, str(tmp_path / "two"))[0]
+    assert resumed == direct
+    close(state, weights, 0)
+    wanted, _, whole, _ = _legs({}, str(tmp_path / "one"))
+    assert direct == pytest.approx(wanted, abs=2e-2)
+    close(weights, whole, 6e-2)
