@@ -90,6 +90,7 @@ def each_of_these(cases: list[tuple[Any, ...]]) -> list[Any]:
     return [train(*case) for case in cases]
 
 
+@pytest.mark.slow
 def test_numbers_of_one_process(four_processes: Run, tmp_path: Path) -> None:
     path = str(tmp_path / "four")
     wanted, weights, counters = train(6, 8)

@@ -114,6 +114,7 @@ def train(name: str, size: int, strategy: Any = "single") -> Any:
     return records, state_of(trainer), trainer.state.skipped_steps
 
 
+@pytest.mark.slow
 def test_each_schedule_and_precision(four_processes: Run) -> None:
     # Five batches of the validation are two for one pipeline, three for the other.
     cases = [(name, 4, pipeline(shards=2, **options)) for name, (_, options, _) in CASES.items()]
