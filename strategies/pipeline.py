@@ -131,8 +131,14 @@ class PipelineStrategy(Strategy):
                 f"strategy='pipeline' and a mesh of {sizes}, whose context axis it has not. Use sequence (sp_size), "
                 "which cuts sequences too."
             )
-        self.copies, self.shards = sizes.replicate, sizes.shard or 1
-        self.sequence, self.tensor = sizes.sequence, sizes.tensor
+        own = self.copies, self.shards, self.sequence, self.tensor
+        given = sizes.replicate, sizes.shard or 1, sizes.sequence, sizes.tensor
+        if own not in ((1, 1, 1, 1), given):
+            raise ConfigError(
+                f"PipelineStrategy with (copies, shards, sequence, tensor) = {own}, and the run is given {sizes}. Give "
+                "the sizes in one place."
+            )
+        self.copies, self.shards, self.sequence, self.tensor = given
 
     def context_parallel(
         self, buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor]

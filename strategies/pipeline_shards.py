@@ -166,7 +166,7 @@ def _has_gradient(parameter: Any) -> bool:
 
 def _reduce(unit: Any) -> None:
     """Reduce the gradients of a unit. Collective."""
-    learn_formats(groups_of(unit), unit, (), None)
+    learn_formats(groups_of(unit))
     for group in groups_of(unit):
         group.post_backward()
     # torch has no public way to wait for what a unit reduces, where no backward of its own ends.

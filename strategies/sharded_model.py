@@ -82,9 +82,9 @@ def free(entry: Any) -> None:
             module.reshard()
 
 
-def learn_formats(groups: Sequence[Any], entry: Any, args: Any, outputs: Any) -> None:
-    """A hook that lets units which began frozen know in which formats gradients are reduced, once they are trained:
-    torch looks at that in the first pass alone. Local.
+def learn_formats(groups: Sequence[Any], *_: Any) -> None:
+    """Let units which began frozen know in which formats gradients are reduced, once they are trained: torch looks at
+    that in the first pass alone. Serves as a hook. Local.
     """
     for group in groups:
         if group._orig_dtype is None and any(each.sharded_param.requires_grad for each in group.fsdp_params):

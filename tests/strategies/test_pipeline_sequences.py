@@ -137,3 +137,5 @@ def test_who_gets_what() -> None:
     assert (strategy.copies, strategy.shards, strategy.sequence, strategy.tensor) == (2, 3, 5, 4)
     with pytest.raises(ConfigError, match=r"mesh of .*context=2.*Use sequence \(sp_size\)"):
         strategy.use_mesh(MeshSizes(context=2))
+    with pytest.raises(ConfigError, match=r"= \(2, 1, 1, 1\), and the run is given MeshSizes\(replicate=3"):
+        PipelineStrategy(copies=2).use_mesh(MeshSizes(replicate=3))

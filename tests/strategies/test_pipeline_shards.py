@@ -212,20 +212,25 @@ def test_averages_of_parts(four_processes: Run, tmp_path: Path) -> None:
     close(shared(averaged(8, "single", path)[0]), shared(wanted))
 
 
-@pytest.mark.slow
-def test_copies_of_pipelines_in_parts(worker_pools: Callable[[int], Any], tmp_path: Path) -> None:
-    path, strategy = str(tmp_path / "eight"), pipeline(copies=2, shards=2)
+def check_eight(pool: Any, folder: Path, size: int, strategy: dict[str, Any]) -> None:
+    """See that eight processes have the numbers of one, resume bit for bit, and go on in one."""
+    path, options = str(folder / "eight"), {"strategy": strategy}
     records, weights, _ = train_copies("counted", 6, 8, {})
-    cases = [("counted", 6, 2, {"strategy": strategy}), ("counted", 3, 2, {"strategy": strategy}, None, path)]
-    cases += [("counted", 6, 2, {"strategy": strategy}, path)]
-    for counted, begun, resumed in worker_pools(8).run(each_of, "train_copies", cases, folder=tmp_path, timeout=300):
+    cases = [("counted", 6, size, options), ("counted", 3, size, options, None, path)]
+    cases += [("counted", 6, size, options, path)]
+    for counted, begun, resumed in pool.run(each_of, "train_copies", cases, folder=folder, timeout=300):
         assert counted[0].losses == pytest.approx(records.losses, abs=1e-5)
         assert counted[0].norms == pytest.approx(records.norms, abs=1e-5)
         assert begun[0].losses + resumed[0].losses == counted[0].losses
         if counted[1]:
             close(shared(counted[1]), shared(weights))
-    worker_pools(8).close()
+    pool.close()
     close(shared(train_copies("counted", 6, 8, {}, path)[1]), shared(weights))
+
+
+@pytest.mark.slow
+def test_copies_of_pipelines_in_parts(worker_pools: Callable[[int], Any], tmp_path: Path) -> None:
+    check_eight(worker_pools(8), tmp_path, 2, pipeline(copies=2, shards=2))
 
 
 def _refused() -> None:

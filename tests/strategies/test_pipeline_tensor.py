@@ -17,7 +17,7 @@ from .sharded import close
 from .test_pipeline import ROWS, pipeline, rank
 from .test_pipeline_copies import train as train_copies
 from .test_pipeline_losses import Tied
-from .test_pipeline_shards import CASES, averaged, each_of, shared, train
+from .test_pipeline_shards import CASES, averaged, check_eight, each_of, train
 
 Run = Callable[..., list[Any]]
 PLAN = {"blocks.*.inner": "colwise", "blocks.*.outer": "rowwise", "head": "colwise_gather"}
@@ -68,18 +68,7 @@ def test_checkpoints_and_averages(four_processes: Run, two_processes: Run, tmp_p
 
 @pytest.mark.slow
 def test_pipelines_of_parts_whose_layers_are_cut(worker_pools: Callable[[int], Any], tmp_path: Path) -> None:
-    path, strategy = str(tmp_path / "eight"), pipeline(shards=2, **CUT)
-    records, weights, _ = train_copies("counted", 6, 8, {})
-    cases = [("counted", 6, 4, {"strategy": strategy}), ("counted", 3, 4, {"strategy": strategy}, None, path)]
-    cases += [("counted", 6, 4, {"strategy": strategy}, path)]
-    for counted, begun, resumed in worker_pools(8).run(each_of, "train_copies", cases, folder=tmp_path, timeout=300):
-        assert counted[0].losses == pytest.approx(records.losses, abs=1e-5)
-        assert counted[0].norms == pytest.approx(records.norms, abs=1e-5)
-        assert begun[0].losses + resumed[0].losses == counted[0].losses
-        if counted[1]:
-            close(shared(counted[1]), shared(weights))
-    worker_pools(8).close()
-    close(shared(train_copies("counted", 6, 8, {}, path)[1]), shared(weights))
+    check_eight(worker_pools(8), tmp_path, 4, pipeline(shards=2, **CUT))
 
 
 def _held() -> dict[str, int]:
